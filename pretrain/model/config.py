@@ -24,6 +24,7 @@ from pretrain.model.config_keys import (
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 from pretrain.model.families.family import listing
+from pretrain.model.family_model import FamilyModel
 from pretrain.model.general.own_models import default_values, is_model_code, own_model, their_model_types
 
 PRESETS = Path(__file__).parent / "presets"
@@ -120,9 +121,9 @@ def _read_model(values: dict[str, Any], where: str, overrides: str | None) -> Mo
     is_other = isinstance(architecture, str) and architecture not in FAMILIES
     others = their_model_types() if is_other else frozenset()
     if is_other and (own_model(architecture) is not None or architecture in others):
-        from pretrain.model.general.read import general_config
+        from pretrain.model.general.read import wrapped_config
 
-        return general_config(values, where, overrides)
+        return wrapped_config(values, where, overrides)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         found = "nothing" if architecture is None else json.dumps(architecture)
         remedy = "--model_code my_model:MyConfig names your own code for this model_type" + \
@@ -138,16 +139,9 @@ def _read_model(values: dict[str, Any], where: str, overrides: str | None) -> Mo
     check_model_types(values, architecture, where)
     family = FAMILIES[architecture]
     config = ModelConfig(architecture=architecture, hf_config=copy.deepcopy(values), key_names=family.key_names,
-                         **family.read_fields(values, where))
+                         implementation=FamilyModel(), **family.read_fields(values, where))
     _check_sizes(config, where)
     return config
-
-
-def unread_keys(config: ModelConfig) -> list[str]:
-    """Return the keys of a described model's config.json that neither this program nor transformers reads."""
-    from pretrain.model.general.read import unread_keys
-
-    return unread_keys(config.hf_config)
 
 
 def _check_sizes(config: ModelConfig, where: str) -> None:

@@ -20,8 +20,8 @@ from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.general.carried import digits_of, ids_of
 from pretrain.model.general.own_models import default_values, import_own_model, their_model_types
-from pretrain.model.general.read import general_config
-from pretrain.model.proof.prove import prove_described, tiny_config
+from pretrain.model.general.read import wrapped_config
+from pretrain.model.proof.prove import prove_wrapped, tiny_config
 from pretrain.model.proof.tiny import tiny_copy
 from tests.support.broken_models import crash, hang
 from tests.support.hf_models import needs_transformers
@@ -50,7 +50,7 @@ NEWER = {"gemma4_text", "deepseek_v4", "gpt_neo"}
     for name in EXAMPLES])
 def test_examples_train_as_in_transformers(model_type: str) -> None:
     verdict = prove_model_type(model_type)
-    assert (verdict.general_family, verdict.reason) == (True, "")
+    assert (verdict.wrapped, verdict.reason) == (True, "")
 
 
 @needs_transformers("5.20", "its xLSTM fails in another way")
@@ -58,8 +58,8 @@ def test_a_model_that_mixes_dtypes_trains_in_fp32_only() -> None:
     """xLSTM of transformers 5.23 multiplies an fp32 matrix and a bf16 one."""
     config = tiny_config(CONFIG_MAPPING["xlstm"]())
     with pytest.raises(ConfigError, match="trains in fp32, and not in bf16: RuntimeError"):
-        prove_described(config, "bf16")
-    assert prove_described(config).difference < 1e-5
+        prove_wrapped(config, "bf16")
+    assert prove_wrapped(config).difference < 1e-5
 
 
 def test_token_ids_survive_in_16_bits() -> None:
@@ -70,7 +70,7 @@ def test_token_ids_survive_in_16_bits() -> None:
 
 def test_a_family_of_ours_is_proved_in_both_ways() -> None:
     verdict = prove_model_type("qwen3_moe")
-    assert (verdict.own_family, verdict.general_family) == (True, True), verdict.reason
+    assert (verdict.own_family, verdict.wrapped) == (True, True), verdict.reason
 
 
 def _published() -> dict[str, str]:
@@ -129,7 +129,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 def test_sizes_that_divide_in_the_model_alone_are_proved(model_type: str) -> None:
     """The numbers of heads, groups and experts have factors that the usual tiny sizes lack."""
     config = model_config_from({**_SIX_HEADS, **UNUSUAL[model_type], "model_type": model_type}, "config.json")
-    assert prove_described(config).difference < 1e-5
+    assert prove_wrapped(config).difference < 1e-5
 
 
 @pytest.mark.slow
@@ -140,11 +140,11 @@ def test_all_wrapped_decoders_with_unusual_sizes_are_proved(part: int) -> None:
     rejected = {}
     for model_type in [name for name, how in _published().items() if how != "no"][part::4]:
         try:
-            config = general_config(unusual_config(model_type, VALUES.get(model_type, {})), model_type)
+            config = wrapped_config(unusual_config(model_type, VALUES.get(model_type, {})), model_type)
         except ConfigError:  # sizes that this model does not have
             continue
         try:
-            prove_described(config)
+            prove_wrapped(config)
         except ConfigError as error:
             rejected[model_type] = str(error)
     assert rejected == {}
@@ -156,7 +156,7 @@ def _faulty(fault: str) -> dict[str, Any]:
 
 
 def test_a_model_of_own_code_is_proved() -> None:
-    proof = prove_described(model_config_from(_faulty(""), "mine"))
+    proof = prove_wrapped(model_config_from(_faulty(""), "mine"))
     assert (proof.num_layers, proof.without_gradient) == (2, ())
     assert proof.difference < 1e-5
 
@@ -179,7 +179,7 @@ def test_models_that_are_no_stack_of_layers_are_rejected(fault: str, message: st
     ("other loss", r"the loss of transformers' model is not the mean cross-entropy")])
 def test_models_that_train_in_another_way_are_rejected(fault: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        prove_described(model_config_from(_faulty(fault), "mine"))
+        prove_wrapped(model_config_from(_faulty(fault), "mine"))
 
 
 def test_the_first_layer_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_the_first_layer_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("pretrain.model.proof.tiny._depth", lambda model, depths: (6, 6))
     with pytest.raises(ConfigError, match=r"the loss of the plain module is .* the first layer whose output differs is "
                                           r"layers\.2, by"):
-        prove_described(model_config_from(_faulty("between, in place"), "mine"))
+        prove_wrapped(model_config_from(_faulty("between, in place"), "mine"))
 
 
 def test_crashes_and_hangs_of_a_proof_are_verdicts() -> None:
@@ -213,7 +213,7 @@ def test_the_command_lists_families_and_presets(capsys: pytest.CaptureFixture[st
 def test_the_command_writes_a_table_and_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     def without_processes(names: list[str]) -> list[Verdict]:
-        return [Verdict(name, general_family=name != "bert", reason="a|b" if name == "bert" else "") for name in names]
+        return [Verdict(name, wrapped=name != "bert", reason="a|b" if name == "bert" else "") for name in names]
 
     monkeypatch.setattr("pretrain.commands.models.all_decoders.prove_all", without_processes)
     page = tmp_path / "page.md"
@@ -222,7 +222,7 @@ def test_the_command_writes_a_table_and_replaces_it(tmp_path: Path, monkeypatch:
     assert "1 of 2 model types train" in capsys.readouterr().out
     text = page.read_text()
     assert text.startswith("# Title\n\n<!-- table -->\n1 of 2 model types train: transformers ")
-    assert "| `bert` | no | a\\|b |\n| `opt` | general |  |\n<!-- end of the table -->\n\nmore\n" in text
+    assert "| `bert` | no | a\\|b |\n| `opt` | wrapped |  |\n<!-- end of the table -->\n\nmore\n" in text
     assert _run("--prove", "opt") == 0
 
 

@@ -1,4 +1,4 @@
-"""The general family: transformers' modules, layer by layer, compute what transformers' own model computes."""
+"""Wrapped decoders: transformers' modules, layer by layer, compute what transformers' own model computes."""
 
 import json
 from pathlib import Path
@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.reader import HFWeights
 from pretrain.errors import ConfigError
-from pretrain.model.config import load_model_config, model_config_from, unread_keys
+from pretrain.model.config import load_model_config, model_config_from
 from pretrain.model.general import own_models
 from pretrain.model.general.own_models import import_own_model
 from pretrain.model.general.parts import UnknownPartsError, find_parts
+from pretrain.model.general.read import unread_keys
 from pretrain.model.general.skeleton import create_skeleton
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
@@ -164,7 +165,7 @@ def test_published_configs_with_keys_of_other_programs_are_read() -> None:
                  "quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float16", "pretraining_tp": 1}
     values = {**GENERAL_MODELS["cohere"], **published, "model_type": "cohere2"}
     config = model_config_from(values, "test")
-    assert unread_keys(config) == ["layer_switch", "use_parallel_block", "num_heads", "pretraining_tp"]
+    assert unread_keys(config.hf_config) == ["layer_switch", "use_parallel_block", "num_heads", "pretraining_tp"]
     assert [layer.window for layer in config.layers() if layer.kind == "block"][1] == 0
     assert "quantization_config" not in config.hf_config  # the weights of a run are not quantized
 

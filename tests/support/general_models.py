@@ -1,4 +1,4 @@
-"""Tiny config.jsons of architectures that have no family here: the general family builds them."""
+"""Tiny config.jsons of architectures that have no family here: they are wrapped."""
 
 from pathlib import Path
 from typing import Any

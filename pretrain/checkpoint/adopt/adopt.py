@@ -33,7 +33,7 @@ from pretrain.checkpoint.save.commit import write_latest
 from pretrain.checkpoint.save.save_checkpoint import save_pickle
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.flags.overrides import RECIPE_FLAGS
-from pretrain.config.model_of_run import DROPOUTS, Origin
+from pretrain.config.model_of_run import Origin
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.monitor.environment import versions
@@ -104,15 +104,8 @@ def _losses(run: ForeignRun, config: ModelConfig, decay: WeightDecay) -> list[Lo
         if run.precision == "fp16" and run.loss_scale is None else "",
         "weight_decay": decay.problem,
         "rng": "the model has dropout, and continues with other random numbers"
-        if _has_dropout(config) else ""}
+        if config.implementation.has_dropout(config) else ""}
     return found + [Loss(name, reason) for name, reason in implied.items() if reason and name not in named]
-
-
-def _has_dropout(config: ModelConfig) -> bool:
-    """Return whether the model draws random numbers. A described model's dropouts are keys of its config.json."""
-    theirs = [value for key, value in config.hf_config.items() if "drop" in key or "noise" in key]
-    found = theirs if config.described else [getattr(config, name) for name in DROPOUTS]
-    return any(isinstance(value, (int, float)) and value > 0 for value in found)
 
 
 def _losses_of_buffers(run: ForeignRun, config: ModelConfig) -> list[Loss]:

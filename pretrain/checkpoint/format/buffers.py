@@ -4,21 +4,29 @@ No optimizer changes them. They are small, so that every model-states file of a 
 project's names, in DeepSpeed's client state. A checkpoint of weights alone has them in a file of their own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from pretrain.distributed.collectives import gather
-from pretrain.model.general.modules import GeneralLayer
 
 BUFFERS = "buffers"  # key in a model-states file
 BUFFERS_FILE = "buffers.safetensors"  # of a checkpoint of weights alone, which has no model-states file
 
 
+@runtime_checkable
+class WithBuffers(Protocol):
+    """A layer with buffers that belong to the model's state."""
+
+    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield them by their names in this layer."""
+
+
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent floating-point buffers of this rank's layers, by name."""
-    return {f"{prefix}.{name}": buffer for prefix, layer in module.named_modules() if isinstance(layer, GeneralLayer)
+    return {f"{prefix}.{name}": buffer for prefix, layer in module.named_modules() if isinstance(layer, WithBuffers)
             for name, buffer in layer.persistent_buffers()}
 
 

@@ -300,8 +300,8 @@ class HFWeights(WeightsReader):
             return self._in_file(self.found.tensors[theirs])
         if theirs not in self._converted:
             self._converted = {}  # free them before the next ones are converted
-            conversion, sources = self.found.converted[theirs]
-            self._converted = conversion.convert([self._in_file(each) for each in sources])
+            convert, sources = self.found.converted[theirs]
+            self._converted = convert([self._in_file(each) for each in sources])
         return self._converted[theirs]
 
     def _in_file(self, tensor: StoredTensor) -> torch.Tensor:

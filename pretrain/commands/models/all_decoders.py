@@ -63,20 +63,20 @@ class Verdict:
 
     model_type: str
     own_family: bool = False  # trains as one of FAMILIES
-    general_family: bool = False  # trains with transformers' modules
+    wrapped: bool = False  # trains with transformers' modules
     reason: str = ""  # why one of the two does not
     layers: int = 0  # of the tiny copy
     without_gradient: tuple[str, ...] = ()  # parameters that the loss does not depend on
-    bf16_problem: str = ""  # of the general family: why it trains in fp32 only
+    bf16_problem: str = ""  # if it is wrapped: why it trains in fp32 only
     seconds: float = 0.0
 
     @property
     def trains(self) -> bool:
-        return self.own_family or self.general_family
+        return self.own_family or self.wrapped
 
 
 def prove_model_type(model_type: str) -> Verdict:
-    """Prove the defaults of a config class, as a family of ours if it is one, and as the general family."""
+    """Prove the defaults of a config class, as a family of ours if it is one, and as a wrapped decoder."""
     def own() -> Proof:
         values = json.loads(tiny_copy(config).to_json_string(use_diff=False))
         known = {key: value for key, value in values.items() if key in known_keys(model_type)}
@@ -94,13 +94,13 @@ def prove_model_type(model_type: str) -> Verdict:
         except Exception as error:
             proofs.append(None)
             reasons.append(_reason(error))
-    general = proofs[-1]
+    wrapped = proofs[-1]
     text_type = getattr(getattr(config, "text_config", None), "model_type", None)
-    if general is None and text_type in their_model_types():
+    if wrapped is None and text_type in their_model_types():
         reasons[-1] += f" (its text model is {text_type})"
-    return Verdict(model_type, len(proofs) > 1 and proofs[0] is not None, general is not None, "; ".join(reasons),
-                   general.num_layers if general else 0, general.without_gradient if general else (),
-                   general.bf16_problem if general else "")
+    return Verdict(model_type, len(proofs) > 1 and proofs[0] is not None, wrapped is not None, "; ".join(reasons),
+                   wrapped.num_layers if wrapped else 0, wrapped.without_gradient if wrapped else (),
+                   wrapped.bf16_problem if wrapped else "")
 
 
 def _reason(error: BaseException) -> str:

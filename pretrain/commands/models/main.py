@@ -87,7 +87,7 @@ def _prove(names: list[str]) -> "list[Verdict]":
 
 def _how(verdict: "Verdict") -> str:
     """Return as what it trains; "no" if it does not."""
-    kinds = (("own family", verdict.own_family), ("general", verdict.general_family))
+    kinds = (("own family", verdict.own_family), ("wrapped", verdict.wrapped))
     return ", ".join(kind for kind, is_proved in kinds if is_proved) or "no"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pretrain.model.description import Layer, ModelConfig
-from pretrain.model.general.described_layers import describe
+from pretrain.model.general.find_layers import find_layers
 from pretrain.model.general.own_models import own_model
 from pretrain.model.general.parts import bound_arguments, find_parts
 from pretrain.model.general.skeleton import Handler, Runner, Stop, copied, create_skeleton
@@ -25,7 +25,7 @@ class Decoder:
 
     def __init__(self, model: Any) -> None:
         self.model, self.parts = model, find_parts(model)
-        self.layers = describe(model, self.parts)
+        self.layers = find_layers(model, self.parts)
         self._runner = Runner(model, self.parts.watched)
         self._arguments: dict[tuple[Any, ...], list[Arguments]] = {}
 
@@ -191,5 +191,5 @@ def _special_float(values: dict[str, Any]) -> Any:
 
 
 def decoder_of(config: ModelConfig) -> Decoder:
-    """Return the decoder of a described config."""
+    """Return the decoder of a wrapped config."""
     return decoder_from(config.hf_config)

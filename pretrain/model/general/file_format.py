@@ -1,40 +1,27 @@
-"""The tensors of a described model in weights files: names and forms by the conversions of transformers itself.
+"""The tensors of a wrapped model in weights files: names and forms by the conversions of transformers itself.
 
 Files of a model with experts often have one tensor for each expert, where its module has one tensor for all. The rules
 are those that `from_pretrained` and `save_pretrained` apply (transformers/conversion_mapping.py).
 """
 
 import copy
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from pretrain.model.description import Layer, ModelConfig
-from pretrain.model.general.decoder import decoder_of
+from pretrain.model.hf_names import tensor_rules
+from pretrain.model.implementation import FromFiles, Shape, ToFiles
+from pretrain.model.parameters import DTYPES
 
-Shapes = dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """Tensors of weights files that transformers converts together, and the tensors of its model that they become."""
-
-    sources: tuple[str, ...]  # names in the files
-    targets: Shapes  # by name in the model
-    is_renaming: bool  # the only source is the only target
-    _patterns: tuple[str, ...]  # of transformers, one for each source
-    _transform: Any
-    _model: Any
-
-    def convert(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model for the tensors `sources`."""
-        return _convert(self._transform, self._model, next(iter(self.targets)), self.sources, self._patterns, tensors)
+Tensors = dict[str, torch.Tensor]  # by name
 
 
-def conversions_from_files(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Conversion]:
+def conversions_from_files(model: Any, shapes: Mapping[str, Shape]) -> Iterator[FromFiles]:
     """Yield the conversions of all tensors of some files, as `from_pretrained` finds them, by names and shapes alone.
 
     Tensors that the model ignores are left out, such as layers that predict further tokens. A tensor that the model
@@ -45,7 +32,6 @@ def conversions_from_files(config: ModelConfig, shapes: Mapping[str, tuple[int, 
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    model = decoder_of(config).model
     mapping, state = get_model_conversion_mapping(model), model.state_dict()
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -65,15 +51,14 @@ def conversions_from_files(config: ModelConfig, shapes: Mapping[str, tuple[int, 
         if isinstance(transform, WeightRenaming):
             if len(sources) > 1:
                 raise ValueError(sources[1])
-            yield Conversion((sources[0],), {target: shapes[sources[0]]}, True, (), None, None)
+            yield FromFiles((sources[0],), {target: shapes[sources[0]]})
             continue
         tensors = [torch.empty(shapes[name], device="meta") for name in sources]
         try:
             result = _convert(transform, model, target, sources, patterns, tensors)
         except Exception:  # operations of transformers fail in their own ways for tensors that are missing or differ
             raise ValueError(sources[0]) from None
-        yield Conversion(tuple(sources), {name: tuple(tensor.shape) for name, tensor in result.items()}, False,
-                         tuple(patterns), transform, model)
+        yield FromFiles(tuple(sources), _shapes(result), partial(_convert, transform, model, target, sources, patterns))
 
 
 def _convert(transform: Any, model: Any, first: str, sources: Sequence[str], patterns: Sequence[str],
@@ -90,53 +75,55 @@ def _is_ignored(model: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-@dataclass(frozen=True)
-class FileTensors:
-    """Tensors of a model that are converted together, and the tensors of weights files that they become."""
-
-    sources: tuple[str, ...]  # names in the model
-    targets: dict[str, torch.Tensor]  # on the meta device, by name in the files
-    is_same: bool  # there is one tensor, which is not converted
-
-
-def file_tensors(config: ModelConfig, dtype: torch.dtype) -> Iterator[FileTensors]:
-    """Yield all tensors that `save_pretrained` writes of a described model. Parameters have this dtype, buffers fp32.
+def file_tensors(config: ModelConfig, model: Any, dtype: str) -> Iterator[ToFiles]:
+    """Yield all tensors that `save_pretrained` writes of a wrapped model. Parameters have this dtype, buffers fp32.
 
     As few tensors as possible are converted together: one, or those of a layer.
     """
+    rules = {rule.theirs[0]: rule for rule in tensor_rules(config)}
+
+    def together(sources: Iterable[str], targets: Tensors) -> ToFiles:
+        return ToFiles(_planned(targets), None, tuple(sources), lambda tensors: to_files(model, tensors).values())
+
+    def alone(name: str, tensor: torch.Tensor) -> ToFiles:
+        """Return one tensor that is not converted: a parameter, or a buffer."""
+        if name in rules:
+            return ToFiles(_planned({name: tensor}), rules[name])
+        return together((name,), {name: tensor})
+
     for layer in config.layers():
         if layer.kind == "head" and layer.tied:
             continue
-        tensors = _meta_tensors(layer, dtype)
-        together = to_files(config, tensors)
-        if _shapes(together) == _shapes(tensors):
-            yield from (FileTensors((name,), {name: tensor}, True) for name, tensor in tensors.items())
-        elif (alone := _each_alone(config, tensors, together)) is not None:
-            yield from alone
+        tensors = _meta_tensors(layer, DTYPES[dtype])
+        targets = to_files(model, tensors)
+        if _shapes(targets) == _shapes(tensors):
+            yield from itertools.starmap(alone, tensors.items())
+        elif (found := _each_alone(model, tensors, targets)) is not None:
+            for name, converted in found.items():
+                is_same = _shapes(converted) == {name: tuple(tensors[name].shape)}
+                yield alone(name, converted[name]) if is_same else together((name,), converted)
         else:
-            yield FileTensors(tuple(tensors), together, False)
+            yield together(tensors, targets)
 
 
-def to_files(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_files(model: Any, tensors: Tensors) -> Tensors:
     """Return what `save_pretrained` writes for these tensors of the model, by name."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    result: dict[str, torch.Tensor] = revert_weight_conversion(decoder_of(config).model, tensors)
+    result: Tensors = revert_weight_conversion(model, tensors)
     return result
 
 
-def _each_alone(config: ModelConfig, tensors: dict[str, torch.Tensor],
-                together: dict[str, torch.Tensor]) -> list[FileTensors] | None:
+def _each_alone(model: Any, tensors: Tensors, together: Tensors) -> dict[str, Tensors] | None:
     """Return the conversion of each tensor by itself; None if tensors of the layer depend on each other."""
-    result: list[FileTensors] = []
+    result: dict[str, Tensors] = {}
     for name, tensor in tensors.items():
         try:
-            targets = to_files(config, {name: tensor})
+            result[name] = to_files(model, {name: tensor})
         except Exception:  # an operation that needs the other tensors, too
             return None
-        result.append(FileTensors((name,), targets, _shapes(targets) == {name: tuple(tensor.shape)}))
-    found = {name: tensor for each in result for name, tensor in each.targets.items()}
-    is_equal = _shapes(found) == _shapes(together) and sum(len(each.targets) for each in result) == len(found)
+    found = {name: tensor for targets in result.values() for name, tensor in targets.items()}
+    is_equal = _shapes(found) == _shapes(together) and sum(map(len, result.values())) == len(found)
     return result if is_equal else None
 
 
@@ -147,5 +134,11 @@ def _meta_tensors(layer: Layer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return result | {name: torch.empty(buffer.shape, device="meta") for name, buffer in buffers}
 
 
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> Shapes:
+def _planned(tensors: Tensors) -> dict[str, tuple[str, Shape]]:
+    """Return dtypes and shapes of tensors on the meta device."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return {name: (names[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from pretrain.model.description import Layer
 from pretrain.model.general.carried import DIGITS, Carried, digits_of, ids_of, pack, unpack
 from pretrain.model.general.decoder import Decoder, replace_parameter, token_ids_like
-from pretrain.model.general.described_layers import own_name, persistent_buffers
+from pretrain.model.general.find_layers import own_name, persistent_buffers
 from pretrain.model.general.parts import bound_arguments
 from pretrain.model.general.skeleton import Handler, Stop, move_buffers
 from pretrain.model.layers.vocabulary import Labels, TrainingLoss
@@ -32,7 +32,7 @@ class _Created(nn.Module):
         create_parameters(self, {str(index): each for index, each in enumerate(layer.parameters)})
 
 
-class GeneralLayer(nn.Module):
+class WrappedLayer(nn.Module):
     """Copies of transformers' modules as submodules, with new parameters."""
 
     def __init__(self, decoder: Decoder, layer: Layer, paths: dict[str, str]) -> None:
@@ -59,7 +59,7 @@ class GeneralLayer(nn.Module):
         """Execute the model's forward function with `handlers` for some modules."""
         return self.decoder.run(ids_BT, dtype, handlers, training=self.training)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "GeneralLayer":
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "WrappedLayer":
         """Move the layer, or change the dtype of its parameters and of those buffers that have it in transformers."""
         before = [(module, path, name, buffer) for path, module in self.named_modules()
                   for name, buffer in module._buffers.items()]
@@ -110,7 +110,7 @@ class Embedding(nn.Module):
         return embedded_BTD
 
 
-class Prologue(GeneralLayer):
+class Prologue(WrappedLayer):
     """The modules between the token embedding and the first decoder layer: learned positions, norms, scales."""
 
     def __init__(self, decoder: Decoder, layer: Layer) -> None:
@@ -148,7 +148,7 @@ class Prologue(GeneralLayer):
         return {path: recorder(index, path) for index, path in enumerate(parts.blocks)}
 
 
-class DecoderLayer(GeneralLayer):
+class DecoderLayer(WrappedLayer):
     """A decoder layer of transformers, with the arguments that the model passes to it."""
 
     is_compiled = False
@@ -172,7 +172,7 @@ class DecoderLayer(GeneralLayer):
         return torch.cat([hidden.flatten(2), others], -1)
 
 
-class Epilogue(GeneralLayer):
+class Epilogue(WrappedLayer):
     """The modules between the last decoder layer and the head: the final norm."""
 
     def __init__(self, decoder: Decoder, layer: Layer) -> None:
@@ -199,7 +199,7 @@ def final_logits(decoder: Decoder, logits_BTV: torch.Tensor) -> torch.Tensor:
     return logits_BTV
 
 
-class LogitsHead(GeneralLayer):
+class LogitsHead(WrappedLayer):
     """Untied head of a model that scales or soft-caps its logits.
 
     `ends_in_loss`: without labels it returns the logits, and with labels the loss of given logits. Otherwise its input

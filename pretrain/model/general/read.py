@@ -20,9 +20,10 @@ from pretrain.model.config_keys import (
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 from pretrain.model.general.decoder import Decoder, config_class_of, decoder_from
-from pretrain.model.general.described_layers import first_size
+from pretrain.model.general.find_layers import first_size
 from pretrain.model.general.own_models import own_model
 from pretrain.model.general.parts import UnknownPartsError
+from pretrain.model.general.wrapped import WrappedDecoder
 from pretrain.own_code import own_code_failed
 
 # attributes of transformers' configs with the values of fields of ModelConfig
@@ -33,7 +34,7 @@ _OLDER_KEYS = frozenset(("rope_theta", "rope_scaling", "partial_rotary_factor", 
 _OF_STORED_WEIGHTS = "quantization_config"  # how published weights are stored; those of a run are not quantized
 
 
-def general_config(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
+def wrapped_config(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
     """Return the config with its layers. `where` names the file in errors. Raises ConfigError."""
     model_type = values["model_type"]
     values = {key: value for key, value in values.items() if key != _OF_STORED_WEIGHTS}
@@ -50,7 +51,7 @@ def general_config(values: dict[str, Any], where: str, overrides: str | None = N
     decoder = _checked_decoder(values, where)
     config = ModelConfig(
         architecture=model_type, hf_config=copy.deepcopy(values), key_names=_key_names(decoder),
-        tie_word_embeddings=decoder.parts.tied, described=decoder.layers, **_sizes(decoder),
+        tie_word_embeddings=decoder.parts.tied, implementation=WrappedDecoder(decoder), **_sizes(decoder),
         padding_token=getattr(decoder.model.get_submodule(decoder.parts.embedding), "padding_idx", None),
         norm="", norm_eps=0.0, activation="", gated_mlp=False, position="", initializer_range=0.0)
     for key in ("output_router_logits", "layerdrop"):

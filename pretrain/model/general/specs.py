@@ -6,16 +6,15 @@ from typing import Any
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from pretrain.model.description import ModelConfig
-from pretrain.model.general.decoder import decoder_of
+from pretrain.model.general.decoder import Decoder
 from pretrain.model.general.modules import DecoderLayer, Embedding, Epilogue, LogitsHead, Prologue, tied_logits_head
 from pretrain.model.layers.vocabulary import Head, LossHead, TrainingLoss, tied_head, tied_loss_head
 from pretrain.model.recompute import Recompute
 
 
-def general_specs(config: ModelConfig, *, ends_in_loss: bool, loss: TrainingLoss | None,
+def wrapped_specs(config: ModelConfig, decoder: Decoder, *, ends_in_loss: bool, loss: TrainingLoss | None,
                   recompute: Recompute) -> list[LayerSpec]:
-    """List the specs of the described layers. The arguments are those of layer_specs.build_specs."""
-    decoder = decoder_of(config)
+    """List the specs of the wrapped layers. The arguments are those of layer_specs.build_specs."""
     specs: list[LayerSpec] = []
     for layer in config.layers():
         if layer.kind == "block":

@@ -24,9 +24,10 @@ from torch import nn
 
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.description import ModelConfig
+from pretrain.model.families import FAMILIES
 from pretrain.model.general.decoder import decoder_of, transformers_config
 from pretrain.model.general.own_models import own_model
-from pretrain.model.general.read import general_config
+from pretrain.model.general.read import wrapped_config
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import CausalLM, as_module, build_specs
@@ -65,8 +66,8 @@ class _Results:
     gradients: Tensors  # under transformers' names
 
 
-def prove_described(config: ModelConfig, precision: str = "fp32") -> Proof:
-    """Prove the tiny copy of a described config. Raises ConfigError for a model that differs, and if there is no copy.
+def prove_wrapped(config: ModelConfig, precision: str = "fp32") -> Proof:
+    """Prove the tiny copy of a wrapped config. Raises ConfigError for a model that differs, and if there is no copy.
 
     `precision`: of the run: fp32, bf16 or fp16.
     """
@@ -84,7 +85,7 @@ def _first_proof(config: ModelConfig) -> Proof:
     own = own_model(theirs.model_type)
     for tiny in tiny_copies(theirs, None if own is None else own.model_class):
         try:
-            return prove(_described(tiny, theirs.model_type))
+            return prove(_config_of(tiny, theirs.model_type))
         except UnprovenError as error:
             first_error = first_error or ConfigError(
                 f"the model_type {config.architecture}", problem=f"on a tiny copy of its config, {error}",
@@ -96,14 +97,14 @@ def _first_proof(config: ModelConfig) -> Proof:
 
 
 def tiny_config(config: Any) -> ModelConfig:
-    """Return the first described tiny copy of a transformers config. Raises ConfigError."""
+    """Return the first tiny copy of a transformers config. Raises ConfigError."""
     own = own_model(config.model_type)
-    return _described(tiny_copy(config, None if own is None else own.model_class), config.model_type)
+    return _config_of(tiny_copy(config, None if own is None else own.model_class), config.model_type)
 
 
-def _described(tiny: Any, model_type: str) -> ModelConfig:
+def _config_of(tiny: Any, model_type: str) -> ModelConfig:
     values = json.loads(tiny.to_json_string(use_diff=False))
-    return general_config({**values, "model_type": model_type}, "its tiny copy")
+    return wrapped_config({**values, "model_type": model_type}, "its tiny copy")
 
 
 def prove(config: ModelConfig) -> Proof:
@@ -160,10 +161,10 @@ def _token_ids(config: ModelConfig) -> torch.Tensor:
     """
     ids_BT = torch.randint(config.vocab_size, (BATCH, TOKENS))
     padding = config.hf_config.get("pad_token_id")
-    if padding is not None and config.described:
-        ids_BT[:, TOKENS // 3] = padding
-    elif padding is not None:
+    if padding is not None and config.implementation.trains_padding_row:
         ids_BT[ids_BT == padding] = padding + 1
+    elif padding is not None:
+        ids_BT[:, TOKENS // 3] = padding
     return ids_BT
 
 
@@ -314,7 +315,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> f
 
 def _first_difference(config: ModelConfig, reference: Any, module: CausalLM, ids_BT: torch.Tensor) -> str:
     """Name the first layer whose output differs from the one in transformers' model."""
-    if not config.described:
+    if config.architecture in FAMILIES:
         return "the layers of a family of ours have other outputs, which are not compared"
     theirs: Tensors = {}
     blocks = decoder_of(config).parts.blocks
@@ -345,10 +346,10 @@ def _hidden(output: Any) -> torch.Tensor:
 def _outputs(config: ModelConfig, module: CausalLM, ids_BT: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the output of each decoder layer of ours."""
     x = ids_BT
-    for described, layer in zip(config.layers(), module.layers, strict=True):
-        if described.kind == "head":
+    for description, layer in zip(config.layers(), module.layers, strict=True):
+        if description.kind == "head":
             return
         x = layer(x)
-        if described.kind == "block":
+        if description.kind == "block":
             parts = decoder_of(config).parts
             yield x[..., :prod(parts.hidden_shape)].unflatten(2, parts.hidden_shape) if parts.carried else x

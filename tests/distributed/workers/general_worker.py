@@ -1,4 +1,4 @@
-"""One rank of the tests of the general family: initial weights, buffers in checkpoints and dtypes of an engine."""
+"""One rank of the tests of wrapped decoders: initial weights, buffers in checkpoints and dtypes of an engine."""
 
 from pathlib import Path
 from typing import Any

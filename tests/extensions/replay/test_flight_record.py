@@ -41,8 +41,8 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "sequence": (2, {**config(2, precision="bf16"), "sequence_parallel_size": 2}, {"overrides": DROPOUT}),
     "experts": (2, {**config(2, precision="bf16"), "expert_parallel": {"enabled": True, "autoep_size": 2}},
                 {"values": _EXPERTS}),
-    "described": (2, config(3), {"values": GENERAL_MODELS["gemma4_text"]}),
-    "described_pipeline": (2, config(1, stages=2), {"values": GENERAL_MODELS["deepseek_v3"]}),
+    "wrapped": (2, config(3), {"values": GENERAL_MODELS["gemma4_text"]}),
+    "wrapped_pipeline": (2, config(1, stages=2), {"values": GENERAL_MODELS["deepseek_v3"]}),
     "compiled": (2, config(3, checkpoint_every=1), {"compile_blocks": True}),
     "recomputed": (2, config(2), {"overrides": DROPOUT, "recompute": "mlp"}),
 }

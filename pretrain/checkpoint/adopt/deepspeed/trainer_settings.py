@@ -112,7 +112,7 @@ def effects_of_module(config: dict[str, Any], *, with_labels: bool = True) -> Ef
         losses = (Loss("settings", "output_router_logits true: the auxiliary loss of the experts is that of all layers "
                        "together, and here of each layer"),)
     token = config.get("pad_token_id")
-    if token is not None and not ours.described and _untrained_row(config) is not None:
+    if token is not None and ours.implementation.trains_padding_row and _untrained_row(config) is not None:
         notes.append(f"pad_token_id {token}: transformers does not train the vector of this token in the embedding, "
                      "and this program does: losses differ if the data has the token")
     return Effects(flags, losses, tuple(notes))

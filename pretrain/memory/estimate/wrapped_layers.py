@@ -13,18 +13,19 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.layer_bytes import LayerBytes
 from pretrain.model.description import Layer, ModelConfig
+from pretrain.model.implementation import LayerBytes
 from pretrain.model.operator_memory import FP32, MicroBatch
 
 if TYPE_CHECKING:
     import torch
 
     from pretrain.memory.storage_tracker import StorageTracker
+    from pretrain.model.general.decoder import Decoder
 
 
 @dataclass(frozen=True)
-class DescribedBytes:
+class MeasuredBytes:
     """Memory of all layers of a model for one micro-batch in bytes."""
 
     layers: dict[Layer, LayerBytes]
@@ -32,21 +33,19 @@ class DescribedBytes:
 
 
 @lru_cache(maxsize=64)
-def described_bytes(config: ModelConfig, batch: MicroBatch) -> DescribedBytes:
-    """Measure all layers of a described model. Raises ConfigError if one of them cannot be computed without values."""
+def measured_bytes(config: ModelConfig, decoder: "Decoder", batch: MicroBatch) -> MeasuredBytes:
+    """Measure all layers of a wrapped model. Raises ConfigError if one of them cannot be computed without values."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from pretrain.memory.storage_tracker import StorageTracker
     from pretrain.model.general.carried import width_at
-    from pretrain.model.general.decoder import decoder_of
-    from pretrain.model.general.specs import general_specs
+    from pretrain.model.general.specs import wrapped_specs
     from pretrain.model.parameters import DTYPES
     from pretrain.model.recompute import Recompute
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its errors are raised as well
-    decoder = decoder_of(config)
-    specs = general_specs(config, ends_in_loss=False, loss=None, recompute=Recompute())
+    specs = wrapped_specs(config, decoder, ends_in_loss=False, loss=None, recompute=Recompute())
     dtype = DTYPES["fp32" if batch.element_bytes == FP32 else "fp16" if batch.fp16 else "bf16"]
     # real masks and tables: transformers makes other ones of fake tensors (utils/import_utils.py, is_tracing)
     tokens_BT = torch.zeros(batch.samples, batch.seq_length, dtype=torch.int64)
@@ -63,7 +62,7 @@ def described_bytes(config: ModelConfig, batch: MicroBatch) -> DescribedBytes:
                               f"predicted ({type(error).__name__}: {str(error).splitlines()[0]:.100})",
                               remedy="--measure trains real steps") from None
     storages = [tensor.untyped_storage() for own in arguments for tensor in own]
-    return DescribedBytes(layers, sum({storage._cdata: storage.nbytes() for storage in storages}.values()))
+    return MeasuredBytes(layers, sum({storage._cdata: storage.nbytes() for storage in storages}.values()))
 
 
 def _grouped_products() -> Any:

@@ -17,7 +17,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k
 _OF_EXPERTS = re.compile(r"(^|[._])experts?([._]|$)")
 
 
-def describe(model: Any, parts: Parts) -> tuple[Layer, ...]:
+def find_layers(model: Any, parts: Parts) -> tuple[Layer, ...]:
     """List the layers of a skeleton with their parameters."""
     vocabulary = tuple(model.get_submodule(parts.embedding).weight.shape)
     matrix = Parameter("embedding", vocabulary)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from pretrain.memory.estimate.described_layers import described_bytes
+from pretrain.memory.estimate.wrapped_layers import measured_bytes
 from pretrain.model.general.carried import width_at
 from pretrain.model.general.decoder import decoder_of
 from pretrain.model.general.modules import DecoderLayer
-from pretrain.model.general.read import general_config
+from pretrain.model.general.read import wrapped_config
 from pretrain.model.operator_memory import MicroBatch
 from pretrain.model.proof.prove import tiny_config
 from tests.support.block_memory import measure_block
@@ -36,10 +36,10 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_fake_tensors_predict_the_memory_of_blocks(name: str, precision: str) -> None:
-    config = general_config(AutoConfig.for_model(name, **MODELS[name]).to_dict(), name)
+    config = wrapped_config(AutoConfig.for_model(name, **MODELS[name]).to_dict(), name)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     batch = MicroBatch(tokens=2 * 48, seq_length=48, element_bytes=dtype.itemsize, cuda=False)
-    found = described_bytes(config, batch)
+    found = measured_bytes(config, decoder_of(config), batch)
     x_BTD = torch.randn(2, 48, 64, dtype=dtype, requires_grad=True)
     for index, layer in enumerate(config.blocks()):
         block = DecoderLayer(decoder_of(config), layer, index).to(dtype)
@@ -56,7 +56,8 @@ def test_blocks_keep_what_they_carry(name: str) -> None:
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     config = tiny_config(AutoConfig.for_model(name))
-    found = described_bytes(config, MicroBatch(tokens=2 * 48, seq_length=48, element_bytes=4, cuda=False))
+    found = measured_bytes(config, decoder_of(config),
+                           MicroBatch(tokens=2 * 48, seq_length=48, element_bytes=4, cuda=False))
     parts = decoder_of(config).parts
     widths = [prod(parts.hidden_shape) + width_at(parts.carried, index) for index in range(config.num_layers + 1)]
     inputs = [found.layers[layer].saved_input for layer in config.blocks()]
