@@ -24,7 +24,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.cli import say
+from pretrain.cli import OWNED, say
 from pretrain.errors import ConfigError, shorten
 from pretrain.own_code import described, import_own_module
 
@@ -37,7 +37,6 @@ API = 1  # version of this interface and of `callback.py`
 ENTRY_POINTS = "ds_pretrain.extensions"
 BUILT_IN_EXTENSIONS = "pretrain.extensions"
 BUILT_IN = "built in"  # see Extension.origin
-OWNED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one owns the start of the run
 SUPERVISOR, LAUNCHER, RANK_0 = "the supervisor", "ds-pretrain", "rank 0"  # owners of a start: see Extension.around
 
 

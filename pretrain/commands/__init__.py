@@ -58,7 +58,6 @@ COMMANDS = {
                       "config_main"),
     "template": Command(_FILES, "list scripts for SLURM, MPI, Kubernetes ..., or print one", f"{_HERE}.templates",
                         "template_main"),
-    "bench": Command(_FILES, "compare the speed of this machine and of other programs", f"{_HERE}.bench.main"),
     "reference": Command(_FILES, "print all flags, JSON keys, metrics, events or exit codes",
                          f"{_HERE}.reference"),
     "extensions": Command(_FILES, "list the extensions: flags, commands, origin", f"{_HERE}.extensions"),

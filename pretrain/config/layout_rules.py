@@ -61,9 +61,9 @@ def degrees_together(run: Plan) -> Iterator[Rule]:
     layout, model, args = run.layout, run.model, run.args
     tensor, sequence, expert = (layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size)
     yield Rule(sequence > 1 and layout.pipeline_stages > 1, SEQUENCE, "1 with pipeline stages",
-               "DeepSpeed's pipelines ignore it, and would train each rank on complete sequences (defect I: python -m "
-               "pretrain.engine.patches.reproduce I); use ZeRO stage 1, 2 or 3 without stages, or tensor parallelism, "
-               "whose ranks share the sequences too")
+               "DeepSpeed's pipelines ignore it, and would train each rank on complete sequences (defect I of "
+               "pretrain/README.md); use ZeRO stage 1, 2 or 3 without stages, or tensor parallelism, whose ranks share "
+               "the sequences too")
     yield Rule(sequence > 1 and tensor > 1, SEQUENCE, "1 with tensor parallelism",
                f'Tensor-parallel ranks already share the sequences; set one of "{SEQUENCE}" and "{TENSOR}" to 1')
     yield Rule(expert > 1 and sequence > 1, EXPERT, f'1 with "{SEQUENCE}": {sequence}',

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
-from pretrain.commands.bench.profile import (
+from pretrain.model.kernels.cpu.library import call, has_library
+from tools.benchmarks.profile import (
     ACTIVATIONS,
     ATTENTION,
     COLLECTIVES,
@@ -25,7 +26,6 @@ from pretrain.commands.bench.profile import (
     operator_times,
     profile_section,
 )
-from pretrain.model.kernels.cpu.library import call, has_library
 
 VOCAB = 50
 

@@ -333,7 +333,7 @@ def test_text_and_paths_of_a_stranger_remain_values(saved: Saved, tmp_path: Path
                               file["ds_config"].update(STRANGER)))(folder)
     (tmp_path / "config.json").write_text(json.dumps(saved.cases["stage 1"]["model"]))
     imported(folder, tmp_path / f"out{INJECTED}".replace("/", ""), monkeypatch, "--model",
-             str(tmp_path / "config.json"), "--accept_loss_of", "schedule")
+             str(tmp_path / "config.json"), "--accept_without", "schedule")
     shown = capsys.readouterr().out
     assert not [line for line in shown.splitlines() if line.startswith("model_code")]
     out = next(tmp_path.glob("out*"))

@@ -95,19 +95,19 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "python -m tests.extensions.replay.planted_documents",),
     "takes minutes: tests/model/test_decoders.py": ("ds-pretrain models --prove --output tools/decoders.md",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
-    "takes a minute: tests/distributed/test_reproducers.py": (
-        "python -m pretrain.engine.patches.reproduce",),
+    "takes a minute: tests/upstream/test_reproducers.py": (
+        "python -m tests.upstream.reproduce",),
     "takes minutes: tests/chaos/test_chaos.py": (
         "python -m tests.chaos --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config "
         "runs/quickstart/quickstart.yaml --deepspeed_config zero1_bf16 --gradient_accumulation_steps 2 "
         "--train_steps 60 --save_interval 4 --keep_checkpoints 3 --async_save --save runs/chaos",),
     "takes minutes on an idle machine: tests/bench/test_bench.py": (
-        "ds-pretrain bench --preset cpu-small --rounds 2", "ds-pretrain bench --what store",
-        "ds-pretrain bench --what control",
-        "ds-pretrain bench --preset cpu-shakespeare --precision fp32",
-        "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
-        "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
-        "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
+        "python tools/bench.py --preset cpu-small --rounds 2", "python tools/bench.py --what store",
+        "python tools/bench.py --what control",
+        "python tools/bench.py --preset cpu-shakespeare --precision fp32",
+        "python tools/bench.py --what step --preset cpu --write tools/measurements.md",
+        "python tools/bench.py --what step --preset cpu-llama-2048 --write tools/measurements.md",
+        "python tools/bench.py --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
     "takes a minute; tests/distributed/resilience/test_flight_record.py records smaller runs": (
         "ds-pretrain --deepspeed_config zero1_bf16 --model gpt2 --model_overrides n_layer=8,n_embd=512,n_head=8,"
         "vocab_size=16384,n_positions=512,resid_pdrop=0,attn_pdrop=0,embd_pdrop=0 --train_data "
@@ -146,10 +146,10 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "its data is eleven copies of another; tests/data/overlap/test_overlap.py searches smaller data": (
         "time ds-pretrain data overlap data/copies --against runs/quickstart/corpus/valid.jsonl --workers 1",),
     "needs GPUs": (
-        "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
-        "ds-pretrain bench --preset h200-gpt3-1.3b --what determinism",
-        "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",
-        "ds-pretrain bench --preset h200-llama-1b --compile_blocks true"),
+        "ds-pretrain --num_gpus 8 --config run.yaml", "python tools/bench.py --preset h200-gpt3-1.3b",
+        "python tools/bench.py --preset h200-gpt3-1.3b --what determinism",
+        "python tools/bench.py --preset h200-gpt3-1.3b --compile_blocks true",
+        "python tools/bench.py --preset h200-llama-1b --compile_blocks true"),
     "needs several hosts: tests/cluster/test_multihost_launch.py, test_mpi.py and test_supervised_hosts.py": (
         "ds-pretrain --hostfile HOSTS --config run.yaml", "launch/cluster.sh --hostfile HOSTS -- --config run.yaml",
         "launch/mpi.sh -np 16 --hostfile HOSTS -- --config run.yaml",
@@ -226,10 +226,11 @@ def looks_like_command(line: str) -> bool:
 
 
 def is_checked_by_name(command: str) -> bool:
-    """Return whether a command runs tests, installs packages or only names a subcommand: tests/test_pages.py checks the
+    """Return whether a command runs tests, installs packages or only names a program: tests/test_pages.py checks the
     names.
     """
-    return command.startswith(("pytest ", "pip install 'ds-pretrain[")) or named_subcommand(command) != ""
+    return command.startswith(("pytest ", "pip install 'ds-pretrain[")) or command == "python tools/bench.py" or \
+        named_subcommand(command) != ""
 
 
 def named_subcommand(command: str) -> str:

@@ -71,7 +71,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "check-cluster": [],
     "doctor": [],
     "extensions": [],
-    "bench": [],
     "compare": ["--model", "gpt2", "--world_size", "8"],
     "checkpoint list": ["{world}/done"],
     "checkpoint verify": ["{world}/done"],

@@ -109,7 +109,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (_TENSOR | dict(zip(BASE, (8, 4, 2), strict=False)), _FOUR, "train_batch_size: found 8 != 4 x 2 x 2"),
     (_STAGES | {_STAGE: 2}, _TWO, "pipeline.stages: found 2 with zero_opt ... ZeRO stage 0 or 1"),
     (_STAGES | _TENSOR | {_STAGE: 3}, _FOUR, "pipeline.stages: found 2 with zero_opt ... ZeRO stage 0 or 1"),
-    (_SEQUENCE | _STAGES, _FOUR, "sequence_parallel_size: found 2; expected 1 with pipeline stages ... (defect I: "),
+    (_SEQUENCE | _STAGES, _FOUR, "sequence_parallel_size: found 2; expected 1 with pipeline stages ... (defect I "),
     (_SEQUENCE | _TENSOR, _FOUR, "sequence_parallel_size: ... Tensor-parallel ranks already share the sequences"),
     (_EXPERTS | _SEQUENCE, _FOUR, "autoep_size: ... set one of the two degrees to 1"),
     (_STAGES | _TENSOR | {"wall_clock_breakdown": True}, _FOUR, "wall_clock_breakdown: ... timers crash"),

@@ -6,5 +6,5 @@ lm-eval with an exported model (prepare_tasks.py). run_tasks.py runs lm-eval ins
 the run as its model (engine_lm.py).
 
 Imports model_source, checkpoint/, monitor/, engine/, config/, data/, model/, distributed/, terminal, cli and errors;
-never the trainer, cluster/ or bench/.
+never the trainer or cluster/.
 """

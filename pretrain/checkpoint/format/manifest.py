@@ -106,7 +106,7 @@ class AdoptedRecord(TypedDict, total=False):
     learning_rate: float | None  # of its last step
     next_rate: float | None  # learning rate of the step after that
     skipped_steps: int  # of fp16, included in the count of steps
-    losses: dict[str, str]  # what was not taken over, by the names of --accept_loss_of, and why
+    losses: dict[str, str]  # what was not taken over, by the names of --accept_without, and why
 
 
 class Proportions(TypedDict):

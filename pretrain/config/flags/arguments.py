@@ -19,6 +19,7 @@ from pretrain.errors import ConfigError
 from pretrain.extension import Extension, for_each_extension, types_of
 from pretrain.model.init_methods import INIT_METHODS
 from pretrain.model.recompute import PARTS
+from pretrain.old_names import OLD_NAMES
 
 # names of --override -> the settings of a checkpoint that they allow to change
 OVERRIDES = {
@@ -295,8 +296,7 @@ class RunArguments:
         "auto", "auto: from the newest checkpoint if there is one; required: never from step 0; never: only into a run "
         "folder without checkpoints", choices=("auto", "required", "never"))
     exit_step: int | None = CHECKPOINTS.flag(
-        None, "save and stop after this step, before the run's end; another name: --exit_at_step", above=0,
-        other_name="exit_at_step")
+        None, "save and stop after this step, before the run's end", above=0)
     async_save: bool = CHECKPOINTS.flag(False, "copy a checkpoint to host memory and write it while training continues")
     save_busy: str = CHECKPOINTS.flag(
         "wait", "while the previous --async_save is still being written: wait, or skip the new one",
@@ -439,9 +439,7 @@ def _declare(fields: Iterable["dataclasses.Field[Any]"], types: Mapping[str, Any
 
 
 def _declare_extension(extension: Extension) -> None:
-    names = {*extension.flags, *(each.metadata["flag"].other_name for each in extension.flags.values())} - {None}
-    taken = {*_CORE, "config", "help", *(flag.other_name for flag in FLAGS.values())}
-    if both := sorted(names & taken):
+    if both := sorted(extension.flags.keys() & {*_CORE, "config", "help", *OLD_NAMES}):
         raise ConfigError(f"extension {extension.name}", problem=f"a run has a flag --{both[0]} already",
                           remedy="give the extension's flag another name")
     _declare(extension.flags.values(), types_of(extension))

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.commands.bench.settings import BenchSettings
 from pretrain.distributed.device import cpu_name, cpuinfo, nvidia_smi
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
 from pretrain.monitor.environment import versions
+from tools.benchmarks.settings import BenchSettings
 
 # flag in /proc/cpuinfo -> name of the instructions, the fastest for products in bf16 first
 _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "avx512f": "AVX512", "avx2": "AVX2",
@@ -65,7 +65,7 @@ def heading(settings: BenchSettings, words: Sequence[str]) -> dict[str, Any]:
             f"{model.hidden_size}, vocabulary {model.vocab_size:,}), sequence {preset.seq_length:,}, micro-batch " \
             f"{preset.micro_batch_size}, {settings.precision}, ZeRO-1"
     return {"date": datetime.date.today().isoformat(), "device": device_name(settings), "preset": settings.preset_name,
-            "shape": shape, "command": " ".join(["ds-pretrain bench", *words]),
+            "shape": shape, "command": " ".join(["python tools/bench.py", *words]),
             "rounds": settings.repetitions, "load_before": os.getloadavg()[0], "versions": versions()}
 
 

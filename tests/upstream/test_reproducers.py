@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.engine.patches import reproduce
-from pretrain.engine.patches.defects import DEFECTS, find_defect, markdown_table
+from pretrain.engine.patches.defects import DEFECTS, find_defect
 from tests.support.launch import ROOT
+from tests.upstream import reproduce
 
 CAN_BE_MISSING = {"C": "libaio", "J": "MPI"}  # what a reproducer needs besides DeepSpeed and torch
 SCRIPTS = sorted(reproduce.FOLDER.glob("[!_]*.py"))
@@ -57,7 +57,7 @@ def test_a_script_without_a_result_is_no_answer(tmp_path: Path, monkeypatch: pyt
 
 def test_the_page_shows_the_table() -> None:
     page = (ROOT / "pretrain" / "README.md").read_text()
-    assert markdown_table() in page, "paste the output of: python -m pretrain.engine.patches.defects"
+    assert reproduce.markdown_table() in page, "paste the output of: python -m tests.upstream.reproduce --table"
 
 
 def test_each_treatment_exists() -> None:

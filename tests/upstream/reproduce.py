@@ -1,7 +1,8 @@
 """Run the reproducers of DeepSpeed's defects, and compare what they find with the table in defects.py.
 
-    python -m pretrain.engine.patches.reproduce            # all defects, with this environment's DeepSpeed
-    python -m pretrain.engine.patches.reproduce A B --python /envs/a/bin/python /envs/b/bin/python
+    python -m tests.upstream.reproduce            # all defects, with this environment's DeepSpeed
+    python -m tests.upstream.reproduce A B --python /envs/a/bin/python /envs/b/bin/python
+    python -m tests.upstream.reproduce --table    # print the table of pretrain/README.md
 
 The scripts in reproducers/ also run alone, with DeepSpeed and torch only. Here they run as forks of one process, which
 has imported DeepSpeed and shares the compiled operators of this package.
@@ -17,11 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.child import child_command
 from pretrain.cli import Parser, run_main
-from pretrain.engine.patches.defects import DEFECTS, find_defect
-from pretrain.engine.patches.run_forks import CANNOT_RUN, CORRECT, DEFECTIVE
+from pretrain.engine.patches.defects import DEFECTS, MEASURED, find_defect
 from pretrain.errors import ConfigError, shorten
+from tests.upstream.run_forks import CANNOT_RUN, CORRECT, DEFECTIVE
 
 FOLDER = Path(__file__).parent / "reproducers"
 _ANSWERS = {CORRECT: "no", DEFECTIVE: "yes", CANNOT_RUN: "cannot run"}
@@ -63,8 +63,8 @@ def run_reproducers(letters: Iterable[str] = (), *, python: str = sys.executable
     chosen = [find_defect(letter).letter for letter in letters] or [defect.letter for defect in DEFECTS]
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        command = child_command("pretrain.engine.patches.run_forks", folder,
-                                *(str(reproducer(letter)) for letter in chosen), python=python)
+        command = [python, str(Path(__file__).with_name("run_forks.py")), folder,
+                   *(str(reproducer(letter)) for letter in chosen)]
         log = Path(folder, "log")
         with log.open("w") as output:
             subprocess.run(command, env=environ, stdout=output, stderr=subprocess.STDOUT, check=False)
@@ -90,13 +90,29 @@ def print_results(results: Sequence[Result]) -> list[str]:
     return [result.letter for result in results if not result.is_in_table]
 
 
+def markdown_table() -> str:
+    """Return the table of pretrain/README.md: the defects of each version of MEASURED, and what this package does."""
+    rows = [["", "defect", *MEASURED, "DeepSpeed's files", "in this package"]]
+    rows.append(["---", "---", *("---" for _ in MEASURED), "---", "---"])
+    for defect in DEFECTS:
+        script = reproducer(defect.letter)
+        rows.append([f"[{defect.letter}](../tests/upstream/reproducers/{script.name})", defect.title,
+                     *("yes" if defect.exists_in(version) else "no" for version in MEASURED),
+                     ", ".join(f"`{name.removeprefix('../')}`" for name in defect.files), defect.treatment])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
 def main() -> int:
     """Run the reproducers, and return 0 if all results are as in the table, otherwise 1."""
     parser = Parser(description="Run the reproducers of DeepSpeed's defects.")
     parser.add_argument("letters", nargs="*", metavar="LETTER", help="defects (default: all)")
     parser.add_argument("--python", nargs="+", default=[sys.executable], metavar="FILE",
                         help="interpreters of the environments to test (default: this one)")
+    parser.add_argument("--table", action="store_true", help="print the table of the page instead")
     args = parser.parse_args()
+    if args.table:
+        print(markdown_table(), end="")
+        return 0
     others = []
     for python in args.python:
         found = run_reproducers(args.letters, python=python)

@@ -1,4 +1,4 @@
-"""The sections of `ds-pretrain bench`: all of them in turn, and those about training steps and checkpoints."""
+"""The sections of `python tools/bench.py`: all of them in turn, and those about training steps and checkpoints."""
 
 import contextlib
 import statistics
@@ -9,20 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.commands.bench.data import data
-from pretrain.commands.bench.processes import (
+from pretrain.model.flops import flops_per_token
+from tools.benchmarks.data import data
+from tools.benchmarks.processes import (
     SAVE_INTERVAL_S,
     BenchContext,
     InterleavedResults,
     ReportProgress,
     run_interleaved,
 )
-from pretrain.commands.bench.profile import PROJECT, profile
-from pretrain.commands.bench.report import BenchSection, spread
-from pretrain.commands.bench.settings import BenchSettings
-from pretrain.commands.bench.startup import startup
-from pretrain.commands.bench.store import store
-from pretrain.model.flops import flops_per_token
+from tools.benchmarks.profile import PROJECT, profile
+from tools.benchmarks.report import BenchSection, spread
+from tools.benchmarks.settings import BenchSettings
+from tools.benchmarks.startup import startup
+from tools.benchmarks.store import store
 
 PRODUCTS = "matrix products"
 PEERS = {"transformers.Trainer": "trainer", "DeepSpeed, bare loop": "deepspeed_loop", "plain PyTorch": "plain"}
@@ -50,7 +50,7 @@ def run_sections(settings: BenchSettings, report: ReportProgress) -> Iterator[Be
 def control(context: BenchContext, report: ReportProgress) -> BenchSection:
     """Count what each phase of a run of many ranks asks of storage and of other ranks."""
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a line when it is imported, and --json has none
-        from pretrain.commands.bench.control import control as count
+        from tools.benchmarks.control import control as count
     return count(context, report)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from pretrain.commands.bench.processes import BenchContext, ReportProgress, run_interleaved
-from pretrain.commands.bench.report import BenchSection
+from tools.benchmarks.processes import BenchContext, ReportProgress, run_interleaved
+from tools.benchmarks.report import BenchSection
 
 PRODUCTS, ATTENTION, NORMS, ACTIVATIONS = "matrix products", "attention", "norms", "activations"
 COPIES, LOSS, EMBEDDING, ELEMENTWISE = "copies and casts", "loss", "embedding", "other elementwise and sums"

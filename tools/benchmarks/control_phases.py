@@ -28,8 +28,6 @@ from pretrain.checkpoint.save.commit import commit, temporary_folder, write_part
 from pretrain.checkpoint.save.retention import prune
 from pretrain.checkpoint.save.save_checkpoint import begin_save
 from pretrain.cluster.hosts import preflight, probe, remote
-from pretrain.commands.bench.counting import count_files, quick_clock
-from pretrain.commands.bench.pretended_run import RANKS_PER_HOST, STEP, Ranks, files_of, pretended_manifest
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import cpu_device
 from pretrain.monitor.environment import host_record
@@ -39,6 +37,8 @@ from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience import hang_report, replicas
 from pretrain.resilience.requests import ControlFiles
 from pretrain.resilience.run_lock import RunLock
+from tools.benchmarks.counting import count_files, quick_clock
+from tools.benchmarks.pretended_run import RANKS_PER_HOST, STEP, Ranks, files_of, pretended_manifest
 
 SAVE_S = 60.0  # time in which the ranks write their files, one after another
 _open, _write = os.open, os.write  # of ranks that are not counted

@@ -1,6 +1,6 @@
 """An HTTP server of one folder, with ranges, whose answers all come with a delay. For `--what store`.
 
-    python -m pretrain.commands.bench.delayed_server FOLDER SECONDS
+    python -m tools.benchmarks.delayed_server FOLDER SECONDS
 
 prints its port. It ends when its stdin is closed.
 """

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pretrain.commands.bench.control_phases import PHASES, Phase
-from pretrain.commands.bench.counting import Counts
-from pretrain.commands.bench.pretended_run import RANKS_PER_HOST, Ranks, pretend
-from pretrain.commands.bench.processes import BenchContext, ReportProgress
-from pretrain.commands.bench.report import BenchSection
+from tools.benchmarks.control_phases import PHASES, Phase
+from tools.benchmarks.counting import Counts
+from tools.benchmarks.pretended_run import RANKS_PER_HOST, Ranks, pretend
+from tools.benchmarks.processes import BenchContext, ReportProgress
+from tools.benchmarks.report import BenchSection
 
 WORLD_SIZES = (64, 1024, 16384)
 NFS_S = 1e-3  # of an operation

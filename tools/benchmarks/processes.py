@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from pretrain.child import child_command
-from pretrain.commands.bench.settings import BenchSettings
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_run
@@ -27,6 +26,7 @@ from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.device import Device, compiles_cuda, cpu_device, cuda_device
 from pretrain.distributed.process import free_port, jemalloc_environment
 from pretrain.model.config import load_model_config
+from tools.benchmarks.settings import BenchSettings
 
 LEARNING_RATE = 1e-4
 SAVE_INTERVAL_S = 1800.0  # training time between two saves, for the fractions of --what checkpoint
@@ -40,7 +40,7 @@ class BaselineJob:
     """Which baseline runs, with which flags."""
 
     name: str  # as tables show it
-    main: str  # "module.function" in pretrain/commands/bench/
+    main: str  # "module.function" in tools/benchmarks/
     flags: tuple[str, ...]  # flags of pretrain/train.py
     device_kind: str  # "cpu" or "cuda"
     ds_config: Path
@@ -132,7 +132,7 @@ class BaselineProcess:
         self._connection, theirs = Pipe()
         with open(self._log, "wb") as output:
             self._process = subprocess.Popen(
-                child_command("pretrain.commands.bench.worker", str(theirs.fileno())), stdout=output, stderr=output,
+                child_command("tools.benchmarks.worker", str(theirs.fileno())), stdout=output, stderr=output,
                 stdin=subprocess.DEVNULL, env=baseline_environment(job), pass_fds=[theirs.fileno()])
         theirs.close()
         self._connection.send(job)

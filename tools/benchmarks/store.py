@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.child import child_command
-from pretrain.commands.bench.processes import BenchContext, ReportProgress
-from pretrain.commands.bench.report import BenchSection
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.page_cache import PAGE_BYTES, CacheSettings, PageCache
 from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.data.token_files.writer import IndexedWriter
+from tools.benchmarks.processes import BenchContext, ReportProgress
+from tools.benchmarks.report import BenchSection
 
 DELAY_S = 0.05  # of each answer
 _TOKENS = 200_000_000  # of uint16
@@ -108,7 +108,7 @@ def _count_requests(file: RemoteTokenFile) -> list[int]:
 @contextmanager
 def delayed_server(folder: Path) -> Iterator[str]:
     """Start the server of a folder with the data set "corpus". Yields the URL of its prefix."""
-    command = child_command("pretrain.commands.bench.delayed_server", str(folder), str(DELAY_S))
+    command = child_command("tools.benchmarks.delayed_server", str(folder), str(DELAY_S))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None

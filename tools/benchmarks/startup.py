@@ -13,10 +13,10 @@ import threading
 import time
 from pathlib import Path
 
-from pretrain.commands.bench.processes import BaselineJob, BenchContext, ReportProgress, baseline_environment
-from pretrain.commands.bench.report import BenchSection, spread
 from pretrain.distributed.process import PROGRAM, ROOT, free_port
 from pretrain.errors import REJECTED
+from tools.benchmarks.processes import BaselineJob, BenchContext, ReportProgress, baseline_environment
+from tools.benchmarks.report import BenchSection, spread
 
 # phase -> the line of a run's output that ends the phase
 _PHASES = {"launcher, flags, checks": r"loading torch", "imports": r"connecting ", "process group": r"building ",

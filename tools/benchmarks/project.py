@@ -20,9 +20,6 @@ from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.cluster.health.machine import disk_rates
-from pretrain.commands.bench.processes import SAVE_INTERVAL_S, BaselineJob
-from pretrain.commands.bench.profile import named_optimizer_step, operator_times
-from pretrain.commands.bench.worker import RequestLoop
 from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group
@@ -35,6 +32,9 @@ from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import TimeOuts, rank_guards
 from pretrain.terminal import Screen
+from tools.benchmarks.processes import SAVE_INTERVAL_S, BaselineJob
+from tools.benchmarks.profile import named_optimizer_step, operator_times
+from tools.benchmarks.worker import RequestLoop
 
 _COMMIT_TIMEOUT_S = 600  # limit for the commit of a save
 

@@ -1,4 +1,4 @@
-"""The process of a baseline: `python -m pretrain.commands.bench.worker DESCRIPTOR`. It answers requests.
+"""The process of a baseline: `python -m tools.benchmarks.worker DESCRIPTOR`. It answers requests.
 
 The descriptor is the process's end of a connection. It first receives the BaselineJob.
 """
@@ -14,9 +14,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pretrain.commands.bench.processes import BaselineJob
 from pretrain.distributed.process import resident_bytes
 from pretrain.engine.prepare import prepare_deepspeed
+from tools.benchmarks.processes import BaselineJob
 
 if TYPE_CHECKING:  # imported by `main`, after prepare_deepspeed
     import torch
@@ -161,7 +161,7 @@ def _run(job: BaselineJob, connection: Connection) -> None:
 
     cache_operators()  # all baselines use the same compiled operators
     module, function = job.main.split(".")
-    baseline = getattr(importlib.import_module(f"pretrain.commands.bench.{module}"), function)
+    baseline = getattr(importlib.import_module(f"tools.benchmarks.{module}"), function)
     baseline(job, RequestLoop(connection, cuda=job.device_kind == "cuda"))
 
 

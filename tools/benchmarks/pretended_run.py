@@ -16,14 +16,14 @@ from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.format.shard_index import index_name, index_text, tensor_entry
 from pretrain.checkpoint.load.start import check_start
-from pretrain.commands.bench.counting import Counts, PretendedRanks, count_files
-from pretrain.commands.bench.processes import write_corpus
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.device import cpu_device
 from pretrain.model.config import load_model_config
 from pretrain.model.hf_names import tensor_rules
 from pretrain.model.parameters import Part
+from tools.benchmarks.counting import Counts, PretendedRanks, count_files
+from tools.benchmarks.processes import write_corpus
 
 RANKS_PER_HOST = 8
 STEP = 10  # of the checkpoint

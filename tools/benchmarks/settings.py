@@ -1,4 +1,4 @@
-"""Presets and flags of `ds-pretrain bench`. This module does not import torch."""
+"""Presets and flags of `python tools/bench.py`. This module does not import torch."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Validated flags of one call of `ds-pretrain bench`."""
+    """Validated flags of one call of `python tools/bench.py`."""
 
     sections: tuple[str, ...]  # --what
     preset_name: str
@@ -70,7 +70,7 @@ class BenchSettings:
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of `ds-pretrain bench`, except --json and --write."""
+    """Add the flags of `python tools/bench.py`, except --json and --write."""
     parser.add_argument("--what", type=text, default="step", metavar="A,B",
                         help=f"sections to measure: {', '.join(SECTIONS)} or all (default: %(default)s)")
     parser.add_argument("--explain", dest="what", action="store_const", const="profile",

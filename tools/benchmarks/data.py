@@ -13,8 +13,6 @@ from resource import RUSAGE_CHILDREN, getrusage
 import numpy as np
 
 from pretrain.child import WITHOUT_WORKING_FOLDER
-from pretrain.commands.bench.processes import BenchContext, ReportProgress
-from pretrain.commands.bench.report import BenchSection
 from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.shuffled import ShuffledWindows
@@ -22,6 +20,8 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.distributed.process import PROGRAM
+from tools.benchmarks.processes import BenchContext, ReportProgress
+from tools.benchmarks.report import BenchSection
 
 _CORPUS_MEGABYTES, _TIMES = 30.0, 5  # how often the corpus is prepared, so that the start of the processes matters less
 _VOCAB_SIZE, _TRAINING_MEGABYTES = 4096, 4.0

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from pretrain.commands.bench.processes import LEARNING_RATE, BaselineJob
-from pretrain.commands.bench.worker import RequestLoop
 from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader
 from pretrain.data.samples.dataset import SampleDataset
@@ -28,6 +26,8 @@ from pretrain.errors import require_package
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
+from tools.benchmarks.processes import LEARNING_RATE, BaselineJob
+from tools.benchmarks.worker import RequestLoop
 
 
 def transformers_model(plan: Plan) -> nn.Module:
