@@ -56,6 +56,17 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Models:
+    """Models of which no family of this package is the implementation, by the model_type of their config.json."""
+
+    which: str  # in rejections of other ones: "another model of ..."
+    model_types: str  # "module:function": () -> their model types; imports no torch
+    # "module:function": (values of the config.json, where, overrides) -> ModelConfig, with an implementation of the
+    # protocol in pretrain/model/implementation.py; raises ConfigError
+    read: str
+
+
+@dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
 
@@ -79,6 +90,7 @@ class Extension:
     commands: Mapping[str, Command] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    models: Models | None = None  # asked for each config.json without a family, also of commands
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
     requires: tuple[str, ...] = ()  # modules of packages without which its flags are rejected
     module: str = ""  # of the declaration; set when it is found
@@ -108,7 +120,9 @@ class Extension:
 
     def is_used(self, args: "RunArguments") -> bool:
         """Return whether a run uses the extension: see above."""
-        return self.is_always_used or not self.flags or any(args.extensions.get(name, each.default) != each.default
+        if not self.flags:
+            return any((self.check, self.callbacks, self.notes, self.around, self.secrets))
+        return self.is_always_used or any(args.extensions.get(name, each.default) != each.default
                                      for name, each in self.flags.items())
 
     def digest(self) -> str:

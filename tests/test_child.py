@@ -32,7 +32,7 @@ SOURCES = [path for folder in ("pretrain", "tools", "launch") for path in sorted
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch/slurm").glob("*.sbatch"))]
 PACKAGES = ("pretrain", "torch", "numpy", "deepspeed", "transformers", "yaml", "psutil", "sitecustomize",
             "usercustomize", "sentencepiece", "tokenizers", "fsspec", "ninja", "packaging")
-IMPORTS_TORCH = {"pretrain.commands.models.all_decoders"}
+IMPORTS_TORCH = {"pretrain.extensions.wrapped.all_decoders"}
 
 
 @pytest.fixture(scope="module")

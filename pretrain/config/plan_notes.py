@@ -16,8 +16,8 @@ from pretrain.data.samples.packed import PackedDocuments
 from pretrain.errors import format_number
 from pretrain.extension import notes_of_extensions
 from pretrain.model.config import find_config, preset_names
-from pretrain.model.general.own_models import is_model_code
 from pretrain.model.init_methods import width_multiplier
+from pretrain.model.own_models import is_model_code
 from pretrain.model.tensor_core_sizes import size_notes
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "checkpoints/global_step*")

@@ -22,9 +22,9 @@ from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.data.run_data import open_run_data
 from tests.support.cases import CPU, case, config
-from tests.support.general_models import GENERAL_MODELS
 from tests.support.launch import run_worker
 from tests.support.layouts import relative_difference
+from tests.support.wrapped_models import WRAPPED_MODELS
 
 SAVED, STEPS, BATCH, SEQ_LENGTH = 6, 12, 8, 64  # steps before the checkpoint, in total; samples; tokens
 RANKS = 2  # of the original program
@@ -47,7 +47,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 WRAPPED: dict[str, dict[str, Any]] = {
     "granite": {**_SIZES, "model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "granitemoe": {**_SIZES, "model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {**GENERAL_MODELS["deepseek_v3"], "max_position_embeddings": 128}}
+    "deepseek_v3": {**WRAPPED_MODELS["deepseek_v3"], "max_position_embeddings": 128}}
 ALL_MODELS = MODELS | EXPERTS | WRAPPED
 
 Json = dict[str, Any]

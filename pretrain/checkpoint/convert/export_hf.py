@@ -28,10 +28,10 @@ from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.special_tokens import CONFIG_KEYS, TokenIds
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
-from pretrain.model.general.own_models import own_model
 from pretrain.model.hf_names import TensorRule, tensor_rules
 from pretrain.model.hf_weights import is_concatenation, our_rows_in_their_order
 from pretrain.model.implementation import ToFiles
+from pretrain.model.own_models import own_model
 from pretrain.model.parameters import DTYPES
 
 

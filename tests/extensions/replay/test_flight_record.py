@@ -16,8 +16,8 @@ from pretrain.monitor.read_run_folder import read_events, read_metrics
 from tests.conftest import selected_params
 from tests.extensions.replay import WORKERS
 from tests.support.cases import CPU, DROPOUT, case, config, flags
-from tests.support.general_models import GENERAL_MODELS
 from tests.support.launch import run_ranks, run_worker
+from tests.support.wrapped_models import WRAPPED_MODELS
 
 SAVED, PLANTED, STEPS = 3, 5, 6
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
@@ -41,8 +41,8 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "sequence": (2, {**config(2, precision="bf16"), "sequence_parallel_size": 2}, {"overrides": DROPOUT}),
     "experts": (2, {**config(2, precision="bf16"), "expert_parallel": {"enabled": True, "autoep_size": 2}},
                 {"values": _EXPERTS}),
-    "wrapped": (2, config(3), {"values": GENERAL_MODELS["gemma4_text"]}),
-    "wrapped_pipeline": (2, config(1, stages=2), {"values": GENERAL_MODELS["deepseek_v3"]}),
+    "wrapped": (2, config(3), {"values": WRAPPED_MODELS["gemma4_text"]}),
+    "wrapped_pipeline": (2, config(1, stages=2), {"values": WRAPPED_MODELS["deepseek_v3"]}),
     "compiled": (2, config(3, checkpoint_every=1), {"compile_blocks": True}),
     "recomputed": (2, config(2), {"overrides": DROPOUT, "recompute": "mlp"}),
 }

@@ -13,7 +13,7 @@ import transformers
 from pretrain.checkpoint.adopt.foreign_run import Omission
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import model_config_from
-from pretrain.model.general.decoder import transformers_config
+from pretrain.model.own_models import transformers_config
 
 # taken over: by flags, by the JSON, or with the optimizer's own settings in its file
 TAKEN = frozenset("""

@@ -23,16 +23,16 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.wrapped.decoder import decoder_of
+from pretrain.extensions.wrapped.read import wrapped_config
+from pretrain.extensions.wrapped.tiny import BATCH, TOKENS, tiny_copies, tiny_copy
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
-from pretrain.model.general.decoder import decoder_of, transformers_config
-from pretrain.model.general.own_models import own_model
-from pretrain.model.general.read import wrapped_config
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import CausalLM, as_module, build_specs
 from pretrain.model.layers.vocabulary import Labels
-from pretrain.model.proof.tiny import BATCH, TOKENS, tiny_copies, tiny_copy
+from pretrain.model.own_models import own_model, transformers_config
 from pretrain.model.recompute import Recompute
 from pretrain.model.run_layers import run_layers
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.model.general.carried import Carried
-from pretrain.model.general.skeleton import Handler, Runner
+from pretrain.extensions.wrapped.carried import Carried
+from pretrain.extensions.wrapped.runner import Handler, Runner
 
 # How a decoder layer may return the hidden states, in the order in which this is tried.
 _ITEMS = (0, 1, 2, 3)  # 0: as a tensor, otherwise as the first item of a tuple of this length

@@ -18,18 +18,18 @@ from typing import Any
 
 from pretrain.child import child_command
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.wrapped.model_types import their_model_types
+from pretrain.extensions.wrapped.parts import UnknownPartsError
+from pretrain.extensions.wrapped.prove import Proof, UnprovenError, prove, tiny_config
+from pretrain.extensions.wrapped.tiny import tiny_copy
 from pretrain.model.config import model_config_from
 from pretrain.model.config_keys import known_keys
 from pretrain.model.families import FAMILIES
-from pretrain.model.general.decoder import config_class_of
-from pretrain.model.general.own_models import their_model_types
-from pretrain.model.general.parts import UnknownPartsError
-from pretrain.model.proof.prove import Proof, UnprovenError, prove, tiny_config
-from pretrain.model.proof.tiny import tiny_copy
+from pretrain.model.own_models import config_class_of
 
 _PROCESSES = 2
 _SECONDS, _MEMORY_BYTES = 120, 8 * 2**30  # limits of the proof of one model_type
-_PRELOADED = ("pretrain.model.proof.prove", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
+_PRELOADED = ("pretrain.extensions.wrapped.prove", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
               "transformers.models.auto.modeling_auto")
 
 _QWEN4 = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
@@ -123,7 +123,7 @@ def prove_all(model_types: Sequence[str], *, seconds: float = _SECONDS,
         proof: runs in a process of its own.
     """
     receiver, sender = multiprocessing.Pipe()
-    with receiver, subprocess.Popen(child_command("pretrain.commands.models.all_decoders", str(sender.fileno())),
+    with receiver, subprocess.Popen(child_command("pretrain.extensions.wrapped.all_decoders", str(sender.fileno())),
                                     stdin=subprocess.DEVNULL, pass_fds=[sender.fileno()]) as process:
         sender.close()
         try:
@@ -197,6 +197,8 @@ def _prove_in_child(model_type: str, sender: Any, proof: Callable[[str], Verdict
 
 
 if __name__ == "__main__":
-    from pretrain.commands.models import all_decoders  # not __main__: verdicts are pickled by the name of their module
+    from pretrain.extensions.wrapped import (
+        all_decoders,  # not __main__: verdicts are pickled by the name of their module
+    )
 
     all_decoders.fork_proofs(int(sys.argv[1]))

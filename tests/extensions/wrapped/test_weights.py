@@ -20,10 +20,10 @@ from pretrain.checkpoint.convert.import_hf import import_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, read_header
 from pretrain.checkpoint.load.reader import CheckpointReader, HFWeights
-from pretrain.model.proof.prove import tiny_config
-from tests.support.general_models import GENERAL_MODELS, published
+from pretrain.extensions.wrapped.prove import tiny_config
 from tests.support.hf_models import needs_transformers
 from tests.support.rejection import rejection
+from tests.support.wrapped_models import WRAPPED_MODELS, published
 
 NAMES = ("deepseek_v3", "gpt_oss", "granitemoe", "glm4_moe", "qwen3_next", "lfm2", "falcon_h1", "mamba2", "opt")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -55,7 +55,7 @@ def test_tensors_are_converted_one_by_one() -> None:
 
 def test_a_run_of_imported_weights_has_the_buffers(tmp_path: Path) -> None:
     """Tools that write or compare weights know the buffers, by which routers of experts choose."""
-    published(GENERAL_MODELS["deepseek_v3"], tmp_path / "hub")
+    published(WRAPPED_MODELS["deepseek_v3"], tmp_path / "hub")
     import_hf(check_hf_folder(tmp_path / "hub"), tmp_path / "a", None)
     tensors = load_file(tmp_path / "hub" / "model.safetensors")
     save_file({name: tensor + 1 if name == BIAS else tensor for name, tensor in tensors.items()},
@@ -92,7 +92,7 @@ def _with(name: str, value: torch.Tensor) -> Callable[[Tensors], Tensors]:
     (_without(BIAS), f"{BIAS}: the model of the config.json has this tensor, and the files do not")])
 def test_folders_that_do_not_fit_the_model_are_rejected_in_one_line(change: Callable[[Tensors], Tensors],
                                                                     message: str, tmp_path: Path) -> None:
-    published(GENERAL_MODELS["deepseek_v3"], tmp_path)
+    published(WRAPPED_MODELS["deepseek_v3"], tmp_path)
     path = tmp_path / "model.safetensors"
     save_file(change(load_file(path)), path)
     error = rejection(check_hf_folder, tmp_path)
@@ -103,7 +103,7 @@ def test_folders_that_do_not_fit_the_model_are_rejected_in_one_line(change: Call
 @needs_transformers("5.20", "it does not ignore this layer")
 def test_layers_that_transformers_ignores_are_ignored(tmp_path: Path) -> None:
     """DeepSeek publishes a layer after the last one, which predicts a further token."""
-    values: dict[str, Any] = {**GENERAL_MODELS["deepseek_v3"], "num_hidden_layers": 2}
+    values: dict[str, Any] = {**WRAPPED_MODELS["deepseek_v3"], "num_hidden_layers": 2}
     published(values, tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), "model.layers.61.eh_proj.weight": torch.zeros(4)}, path)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from pretrain.memory.estimate.wrapped_layers import measured_bytes
-from pretrain.model.general.carried import width_at
-from pretrain.model.general.decoder import decoder_of
-from pretrain.model.general.modules import DecoderLayer
-from pretrain.model.general.read import wrapped_config
+from pretrain.extensions.wrapped.carried import width_at
+from pretrain.extensions.wrapped.decoder import decoder_of
+from pretrain.extensions.wrapped.layer_memory import measured_bytes
+from pretrain.extensions.wrapped.modules import DecoderLayer
+from pretrain.extensions.wrapped.prove import tiny_config
+from pretrain.extensions.wrapped.read import wrapped_config
 from pretrain.model.operator_memory import MicroBatch
-from pretrain.model.proof.prove import tiny_config
 from tests.support.block_memory import measure_block
 
 WIDTHS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}

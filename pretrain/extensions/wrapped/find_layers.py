@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pretrain.extensions.wrapped.parts import Parts
 from pretrain.model.description import Layer, Parameter
-from pretrain.model.general.parts import Parts
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")

@@ -4,8 +4,8 @@ import json
 import re
 from typing import Any
 
-from pretrain.model.general.decoder import config_class_of
-from pretrain.model.proof.tiny import tiny_copy
+from pretrain.extensions.wrapped.tiny import tiny_copy
+from pretrain.model.own_models import config_class_of
 
 # a number whose key matches is 3/2 of that in the tiny copy of the defaults: 64 hidden units become 96, 4 heads 6
 _LARGER = re.compile("hidden_size|n_embd|d_model|emb_dim|dim_model|embedding_dim|lru_width|.*embedding_size|"

@@ -5,9 +5,16 @@ from typing import Any
 
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
+from pretrain.extensions.wrapped.decoder import Decoder
+from pretrain.extensions.wrapped.modules import (
+    DecoderLayer,
+    Embedding,
+    Epilogue,
+    LogitsHead,
+    Prologue,
+    tied_logits_head,
+)
 from pretrain.model.description import ModelConfig
-from pretrain.model.general.decoder import Decoder
-from pretrain.model.general.modules import DecoderLayer, Embedding, Epilogue, LogitsHead, Prologue, tied_logits_head
 from pretrain.model.layers.vocabulary import Head, LossHead, TrainingLoss, tied_head, tied_loss_head
 from pretrain.model.recompute import Recompute
 

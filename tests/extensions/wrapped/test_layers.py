@@ -13,21 +13,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.reader import HFWeights
 from pretrain.errors import ConfigError
+from pretrain.extensions.wrapped.parts import UnknownPartsError, find_parts
+from pretrain.extensions.wrapped.read import unread_keys
+from pretrain.model import own_models
 from pretrain.model.config import load_model_config, model_config_from
-from pretrain.model.general import own_models
-from pretrain.model.general.own_models import import_own_model
-from pretrain.model.general.parts import UnknownPartsError, find_parts
-from pretrain.model.general.read import unread_keys
-from pretrain.model.general.skeleton import create_skeleton
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import CausalLM, as_module, build_specs
 from pretrain.model.layers.vocabulary import TrainingLoss
+from pretrain.model.own_models import import_own_model
+from pretrain.model.skeleton import create_skeleton
 from tests.support import own_model
-from tests.support.general_models import GENERAL_MODELS
 from tests.support.hf_models import needs_transformers
 from tests.support.rejection import rejection
+from tests.support.wrapped_models import WRAPPED_MODELS
 
 TOLERANCE = 1e-5  # of a gradient's largest value, fp32
 OWN = "tests.support.own_model:MyConfig"
@@ -73,10 +73,10 @@ def modules(values: dict[str, Any]) -> tuple[CausalLM, CausalLM]:
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=needs_transformers("5.20", "it does not have this model") if name == "gemma4_text" else ())
-    for name in GENERAL_MODELS])
+    for name in WRAPPED_MODELS])
 def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
-    plain, pipeline = modules(GENERAL_MODELS[name])
-    values = dict(GENERAL_MODELS[name])
+    plain, pipeline = modules(WRAPPED_MODELS[name])
+    values = dict(WRAPPED_MODELS[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     found = theirs.load_state_dict(to_transformers(dict(plain.named_parameters()), plain.config), strict=False)
@@ -94,7 +94,7 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["opt", "mamba2"])
 def test_weights_of_a_transformers_folder_are_read(name: str, tmp_path: Path) -> None:
-    values = dict(GENERAL_MODELS[name])
+    values = dict(WRAPPED_MODELS[name])
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values),
                                               dtype=torch.float32)
     theirs.save_pretrained(tmp_path)
@@ -104,7 +104,7 @@ def test_weights_of_a_transformers_folder_are_read(name: str, tmp_path: Path) ->
 
 
 def test_initial_weights_depend_on_the_seed_and_the_layer_alone() -> None:
-    config = model_config_from(GENERAL_MODELS["granite"], "test")
+    config = model_config_from(WRAPPED_MODELS["granite"], "test")
     first, other = as_module(config), as_module(config)
     initialize_parameters(first, config, seed=3)
     specs = build_specs(config)[2:3]  # a pipeline stage has some of the layers
@@ -137,7 +137,7 @@ def test_the_loss_of_logits_is_the_fused_loss(terms: LossTerms) -> None:
 
 
 def test_16_bit_layers_keep_the_dtype_of_their_buffers() -> None:
-    module = as_module(model_config_from(GENERAL_MODELS["deepseek_v3"], "test")).bfloat16()
+    module = as_module(model_config_from(WRAPPED_MODELS["deepseek_v3"], "test")).bfloat16()
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in module.buffers()} == {torch.float32}
     assert module(batch()[0]).dtype == torch.bfloat16
@@ -163,7 +163,7 @@ def test_published_configs_with_keys_of_other_programs_are_read() -> None:
     """Transformers ignores them. Other names of known keys, and keys that older versions wrote, are read."""
     published = {"layer_switch": 2, "use_parallel_block": True, "sliding_window_pattern": 2, "num_heads": 4,
                  "quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float16", "pretraining_tp": 1}
-    values = {**GENERAL_MODELS["cohere"], **published, "model_type": "cohere2"}
+    values = {**WRAPPED_MODELS["cohere"], **published, "model_type": "cohere2"}
     config = model_config_from(values, "test")
     assert unread_keys(config.hf_config) == ["layer_switch", "use_parallel_block", "num_heads", "pretraining_tp"]
     assert [layer.window for layer in config.layers() if layer.kind == "block"][1] == 0
@@ -242,7 +242,7 @@ def test_a_model_of_the_users_code_computes_what_it_computes_alone() -> None:
     ("transformers:LlamaConfig", None, 'found model_type "llama" in LlamaConfig; expected a name that no model'),
     ("folder", "own_model", "--model_code: found 'own_model'; expected MODULE:CONFIG_CLASS"),
     (OWN, "tests.support.own_model:Other", "--model / --model_code: found two classes"),
-    ("tests.support.general_models:GENERAL_MODELS", None, "has no subclass GENERAL_MODELS")])
+    ("tests.support.wrapped_models:WRAPPED_MODELS", None, "has no subclass WRAPPED_MODELS")])
 def test_wrong_model_code_is_rejected(model: str, code: str | None, problem: str) -> None:
     assert problem in rejection(import_own_model, model, code)
 
@@ -269,5 +269,5 @@ def test_a_module_without_a_model_is_rejected(tmp_path: Path, monkeypatch: pytes
 def test_wrong_configs_are_rejected(changes: dict[str, Any], overrides: str | None, problem: str,
                                     tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**GENERAL_MODELS["granite"], **changes}))
+    path.write_text(json.dumps({**WRAPPED_MODELS["granite"], **changes}))
     assert problem in rejection(load_model_config, str(path), overrides)

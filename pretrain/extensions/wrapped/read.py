@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, closest, shorten
+from pretrain.extensions.wrapped.decoder import Decoder, decoder_from
+from pretrain.extensions.wrapped.find_layers import first_size
+from pretrain.extensions.wrapped.parts import UnknownPartsError
+from pretrain.extensions.wrapped.wrapped_decoder import WrappedDecoder
 from pretrain.model.config_keys import (
     IGNORED,
     TYPES,
@@ -19,11 +23,7 @@ from pretrain.model.config_keys import (
 )
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
-from pretrain.model.general.decoder import Decoder, config_class_of, decoder_from
-from pretrain.model.general.find_layers import first_size
-from pretrain.model.general.own_models import own_model
-from pretrain.model.general.parts import UnknownPartsError
-from pretrain.model.general.wrapped import WrappedDecoder
+from pretrain.model.own_models import config_class_of, own_model
 from pretrain.own_code import own_code_failed
 
 # attributes of transformers' configs with the values of fields of ModelConfig

@@ -5,13 +5,9 @@ it. Afterwards every config.json with this model_type belongs to these classes, 
 flag must be given to each program that needs the model: run.json and manifests never make a program import code.
 """
 
-import ast
-import functools
-import importlib.util
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, did_you_mean
@@ -21,7 +17,6 @@ from pretrain.own_code import import_own_module, own_code_failed
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 MODEL_CODE_HELP = "your own code for the run's model, as --model_code or --model named it in the run: no record of a " \
     "run makes this program import code"
-_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _FORM = "MODULE:CONFIG_CLASS such as my_models.tiny:TinyConfig"
 
 
@@ -34,29 +29,17 @@ class OwnModel:
     model_class: Any
 
 
-@functools.cache
-def their_model_types() -> frozenset[str]:
-    """Return the model types for which the installed transformers has a causal language model.
-
-    They are read from its source: importing that module would import torch, which takes seconds.
-    """
-    package = importlib.util.find_spec("transformers")
-    assert package is not None
-    assert package.origin is not None
-    source = Path(package.origin).parent / "models" / "auto" / "modeling_auto.py"
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and \
-                [target.id for target in node.targets if isinstance(target, ast.Name)] == [_MAPPING]:
-            return frozenset(dict(ast.literal_eval(node.value.args[0])))
-    raise AssertionError(f"{source} has no {_MAPPING}")
-
-
 _own_models: dict[str, OwnModel] = {}  # by model_type
 
 
 def own_model(model_type: object) -> OwnModel | None:
     """Return the user's classes for a model_type; None if there are none."""
     return _own_models.get(model_type) if isinstance(model_type, str) else None
+
+
+def own_model_types() -> frozenset[str]:
+    """Return the model types of the user's classes."""
+    return frozenset(_own_models)
 
 
 def is_model_code(model: str) -> bool:
@@ -137,7 +120,7 @@ def _model_class(module: Any, config_class: Any, where: str) -> Any:
 
 
 def _has_head(model_class: Any, config_class: Any, where: str, *, is_only: bool) -> bool:
-    from pretrain.model.general.skeleton import create_skeleton
+    from pretrain.model.skeleton import create_skeleton
 
     try:
         return create_skeleton(config_class(), model_class).get_output_embeddings() is not None
@@ -145,3 +128,22 @@ def _has_head(model_class: Any, config_class: Any, where: str, *, is_only: bool)
         if is_only:
             raise own_code_failed(where, f"{model_class.__name__}({config_class.__name__}())", error) from error
         return False
+
+
+def config_class_of(model_type: str) -> Any:
+    """Return the config class of a model_type: the user's own, or that of transformers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = own_model(model_type)
+    return CONFIG_MAPPING[model_type] if own is None else own.config_class
+
+
+def transformers_config(values: dict[str, Any]) -> Any:
+    """Return the config object of a config.json's content."""
+    decoded = json.loads(json.dumps(values), object_hook=_special_float)
+    return config_class_of(values["model_type"]).from_dict(decoded)
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """Return the float of transformers' form {"__float__": "Infinity"}, and other dicts unchanged."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values

@@ -14,12 +14,12 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from pretrain.extensions.wrapped.carried import DIGITS, Carried, digits_of, ids_of, pack, unpack
+from pretrain.extensions.wrapped.decoder import Decoder, replace_parameter, token_ids_like
+from pretrain.extensions.wrapped.find_layers import own_name, persistent_buffers
+from pretrain.extensions.wrapped.parts import bound_arguments
+from pretrain.extensions.wrapped.runner import Handler, Stop, move_buffers
 from pretrain.model.description import Layer
-from pretrain.model.general.carried import DIGITS, Carried, digits_of, ids_of, pack, unpack
-from pretrain.model.general.decoder import Decoder, replace_parameter, token_ids_like
-from pretrain.model.general.find_layers import own_name, persistent_buffers
-from pretrain.model.general.parts import bound_arguments
-from pretrain.model.general.skeleton import Handler, Stop, move_buffers
 from pretrain.model.layers.vocabulary import Labels, TrainingLoss
 from pretrain.model.parameters import create_parameters
 

@@ -1,6 +1,6 @@
 """A tiny copy of a transformers config: the same choices and kinds of layers, with small sizes.
 
-The proof (proof.py) trains such a copy in seconds. Each number of the config gets its tiny value from the first row of
+The proof (prove.py) trains such a copy in seconds. Each number of the config gets its tiny value from the first row of
 `_RULES` that its key matches. A number whose key matches no row keeps its value. The copy has the first layers of the
 model, so many that each kind of layer occurs, and occurs twice where that needs at most `_LARGEST_DEPTH` layers.
 
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.general.skeleton import create_skeleton
+from pretrain.model.skeleton import create_skeleton
 
 BATCH, TOKENS = 2, 22  # shape of the samples of the proof; longer than the windows, and no multiple of the chunks
 _VOCABULARY, _HIDDEN, _HEADS, _HEAD, _WINDOW, _POSITIONS, _LARGEST_DEPTH = 100, 64, 4, 16, 8, 64, 16

@@ -11,10 +11,10 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout_rules import EXPERT, SEQUENCE, TENSOR, ZERO, Rule
 from pretrain.config.model_of_run import DROPOUTS
 from pretrain.errors import counted
+from pretrain.extensions.wrapped.decoder import Decoder
+from pretrain.extensions.wrapped.file_format import conversions_from_files, file_tensors
 from pretrain.model.config_keys import IGNORED
 from pretrain.model.description import Layer, ModelConfig
-from pretrain.model.general.decoder import Decoder
-from pretrain.model.general.file_format import conversions_from_files, file_tensors
 from pretrain.model.hf_names import TensorRule
 from pretrain.model.implementation import FromFiles, LayerBytes, Shape, ToFiles
 from pretrain.model.init_methods import Initialization
@@ -92,7 +92,7 @@ class WrappedDecoder:
         yield Rule(args.fp8 is not None, "--fp8", problem=its, remedy="leave the flag out")
 
     def notes(self, plan: "Plan") -> list[str]:
-        from pretrain.model.general.read import unread_keys
+        from pretrain.extensions.wrapped.read import unread_keys
 
         model = plan.model
         notes = [f"{model.architecture} is trained with the model's own modules: without tensor and sequence "
@@ -112,25 +112,25 @@ class WrappedDecoder:
     def prove(self, config: ModelConfig, precision: str, announce: Callable[[str], None] | None = None) -> str:
         if announce is not None:
             announce("comparing a tiny copy of the model with transformers")
-        from pretrain.model.proof.prove import prove_wrapped
+        from pretrain.extensions.wrapped.prove import prove_wrapped
 
         proof = prove_wrapped(config, precision)
         return f"on a tiny copy of {counted(proof.num_layers, 'layer')}, the loss and {proof.num_gradients} " \
                "gradients are those of transformers"
 
     def layer_bytes(self, config: ModelConfig, layer: Layer, batch: MicroBatch, part: str) -> LayerBytes:
-        from pretrain.memory.estimate.wrapped_layers import measured_bytes
+        from pretrain.extensions.wrapped.layer_memory import measured_bytes
 
         return measured_bytes(config, self.decoder, batch).layers[layer]
 
     def shared_bytes(self, config: ModelConfig, batch: MicroBatch) -> int:
-        from pretrain.memory.estimate.wrapped_layers import measured_bytes
+        from pretrain.extensions.wrapped.layer_memory import measured_bytes
 
         return measured_bytes(config, self.decoder, batch).arguments
 
     def specs(self, config: ModelConfig, *, ends_in_loss: bool, plain_operators: bool, loss: "TrainingLoss | None",
               recompute: "Recompute", groups: "ParallelGroups") -> "list[LayerSpec]":
-        from pretrain.model.general.specs import wrapped_specs
+        from pretrain.extensions.wrapped.specs import wrapped_specs
 
         return wrapped_specs(config, self.decoder, ends_in_loss=ends_in_loss, loss=loss, recompute=recompute)
 

@@ -1,4 +1,4 @@
-"""Memory of layers that transformers computes (model/general/): measured on fake tensors, not derived from formulas.
+"""Memory of layers that transformers computes: measured on fake tensors, not derived from formulas.
 
 A layer runs once forward and backward, with the shapes of the micro-batch and without memory. A StorageTracker counts
 what the forward pass keeps, and the peak of both passes; that of the backward pass includes the gradient of one
@@ -20,8 +20,8 @@ from pretrain.model.operator_memory import FP32, MicroBatch
 if TYPE_CHECKING:
     import torch
 
+    from pretrain.extensions.wrapped.decoder import Decoder
     from pretrain.memory.storage_tracker import StorageTracker
-    from pretrain.model.general.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ def measured_bytes(config: ModelConfig, decoder: "Decoder", batch: MicroBatch) -
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from pretrain.extensions.wrapped.carried import width_at
+    from pretrain.extensions.wrapped.specs import wrapped_specs
     from pretrain.memory.storage_tracker import StorageTracker
-    from pretrain.model.general.carried import width_at
-    from pretrain.model.general.specs import wrapped_specs
     from pretrain.model.parameters import DTYPES
     from pretrain.model.recompute import Recompute
 

@@ -16,17 +16,18 @@ from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
+from pretrain.model import own_models
 from pretrain.model.config import load_model_config
-from pretrain.model.general import own_models
-from pretrain.model.general.own_models import import_own_model
 from pretrain.model.layer_specs import as_module
+from pretrain.model.own_models import import_own_model
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 from pretrain.monitor.repeat_command import command_of
 from tests.conftest import selected_params
+from tests.extensions.wrapped import WORKERS
 from tests.support.cases import CPU, case, config
-from tests.support.general_models import GENERAL_MODELS
 from tests.support.launch import ROOT, run_worker, train_ranks
 from tests.support.layouts import dp2, pp2, relative_difference
+from tests.support.wrapped_models import WRAPPED_MODELS
 
 TOLERANCE = 1e-6  # relative, fp32
 SAVED, STEPS = 2, 4  # optimizer steps before the checkpoint, and in total
@@ -42,7 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 EXAMPLES = {"granite": ("pipeline_zero1", "zero3"), "opt": ("pipeline_zero1",),
             "deepseek_v3": ("pipeline_recompute",), "mamba2": ("zero2",), "gemma4_text": ("pipeline_recompute",)}
 CASES = [pytest.param(name, layout, marks=() if layout in EXAMPLES.get(name, ()) else pytest.mark.slow)
-         for name in GENERAL_MODELS for layout in LAYOUTS]
+         for name in WRAPPED_MODELS for layout in LAYOUTS]
 # (model, layout that saved, layout that resumes)
 RESUMES = [pytest.param("granite", "zero3", "zero3"), pytest.param("granite", "pipeline_zero1", "zero3"),
            pytest.param("deepseek_v3", "pipeline_recompute", "zero3_offload"),
@@ -66,7 +67,7 @@ def trained(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytes
     resumes = selected_params(request, "model", "saved", "resumed")
     selected |= {(name, saved) for name, saved, _ in resumes}
     ones, twos = [], []
-    for name, values in GENERAL_MODELS.items():
+    for name, values in WRAPPED_MODELS.items():
         (folder / f"{name}.json").write_text(json.dumps(values))
     for name in dict.fromkeys(name for name, _ in sorted(selected)):
         path = folder / f"{name}.json"
@@ -84,8 +85,8 @@ def trained(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytes
     twos += [case("state-pipeline", "state", pp2(1), states, source="../1/run-state-one/checkpoints/global_step0"),
              case("state-zero3", "state", dp2(3), states),
              case("state-bf16", "state", dp2(3, precision="bf16"), states)]
-    return {**run_worker("general_worker.py", ones, 1, folder / "1"),
-            **run_worker("general_worker.py", twos, 2, folder / "2")}
+    return {**run_worker(str(WORKERS / "wrapped_worker.py"), ones, 1, folder / "1"),
+            **run_worker(str(WORKERS / "wrapped_worker.py"), twos, 2, folder / "2")}
 
 
 @pytest.fixture

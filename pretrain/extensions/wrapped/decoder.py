@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from pretrain.extensions.wrapped.find_layers import find_layers
+from pretrain.extensions.wrapped.parts import bound_arguments, find_parts
+from pretrain.extensions.wrapped.runner import Handler, Runner, Stop, copied
 from pretrain.model.description import Layer, ModelConfig
-from pretrain.model.general.find_layers import find_layers
-from pretrain.model.general.own_models import own_model
-from pretrain.model.general.parts import bound_arguments, find_parts
-from pretrain.model.general.skeleton import Handler, Runner, Stop, copied, create_skeleton
+from pretrain.model.own_models import own_model, transformers_config
+from pretrain.model.skeleton import create_skeleton
 
 _KEPT_SHAPES = 4  # batch shapes whose arguments are kept: training, evaluation, a schedule of lengths
 Arguments = dict[str, Any]
@@ -156,14 +157,6 @@ def token_ids_like(x_BTD: torch.Tensor) -> torch.Tensor:
     return torch.ones(x_BTD.shape[:2], dtype=torch.int64, device=x_BTD.device)
 
 
-def config_class_of(model_type: str) -> Any:
-    """Return the config class of a model_type: the user's own, or that of transformers."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    own = own_model(model_type)
-    return CONFIG_MAPPING[model_type] if own is None else own.config_class
-
-
 def decoder_from(values: dict[str, Any]) -> Decoder:
     """Return the decoder of a config.json's content. One object is kept for each content.
 
@@ -177,17 +170,6 @@ def _decoder(values_json: str) -> Decoder:
     config = transformers_config(json.loads(values_json))
     own = own_model(config.model_type)
     return Decoder(create_skeleton(config, None if own is None else own.model_class))
-
-
-def transformers_config(values: dict[str, Any]) -> Any:
-    """Return the config object of a config.json's content."""
-    decoded = json.loads(json.dumps(values), object_hook=_special_float)
-    return config_class_of(values["model_type"]).from_dict(decoded)
-
-
-def _special_float(values: dict[str, Any]) -> Any:
-    """Return the float of transformers' form {"__float__": "Infinity"}, and other dicts unchanged."""
-    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def decoder_of(config: ModelConfig) -> Decoder:

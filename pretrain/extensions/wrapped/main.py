@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from pretrain.cli import Parser, text
 from pretrain.errors import REJECTED, ConfigError
+from pretrain.extensions.wrapped.model_types import their_model_types
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.families import FAMILIES
-from pretrain.model.general.own_models import their_model_types
 from pretrain.paths import check_file
 
 if TYPE_CHECKING:
-    from pretrain.commands.models.all_decoders import Verdict
+    from pretrain.extensions.wrapped.all_decoders import Verdict
 
 _WIDTH = 80
 _BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"
@@ -75,7 +75,7 @@ def _prove(names: list[str]) -> "list[Verdict]":
             raise ConfigError("--prove", problem=f"transformers {version('transformers')} has no causal language model "
                               f"of the model_type {name}", word=name, known=known)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
-    from pretrain.commands.models.all_decoders import prove_all  # imports torch
+    from pretrain.extensions.wrapped.all_decoders import prove_all  # imports torch
 
     verdicts = []
     for verdict in prove_all(list(dict.fromkeys(names)) or known):

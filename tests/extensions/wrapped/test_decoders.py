@@ -1,7 +1,7 @@
 """Decoders of transformers train as transformers' own: loss and gradients of a tiny copy of each config.
 
 The default tests prove some model types, the slow ones all of them, and that the verdicts are those of
-tools/decoders.md. Models with faults are rejected, with the place of the fault.
+pretrain/extensions/wrapped/README.md. Models with faults are rejected, with the place of the fault.
 """
 
 import re
@@ -14,19 +14,20 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from pretrain.commands.models import main as models
-from pretrain.commands.models.all_decoders import VALUES, Verdict, prove_all, prove_model_type
 from pretrain.errors import ConfigError
+from pretrain.extensions.wrapped import main as models
+from pretrain.extensions.wrapped.all_decoders import VALUES, Verdict, prove_all, prove_model_type
+from pretrain.extensions.wrapped.carried import digits_of, ids_of
+from pretrain.extensions.wrapped.model_types import their_model_types
+from pretrain.extensions.wrapped.prove import prove_wrapped, tiny_config
+from pretrain.extensions.wrapped.read import wrapped_config
+from pretrain.extensions.wrapped.tiny import tiny_copy
 from pretrain.model.config import model_config_from
-from pretrain.model.general.carried import digits_of, ids_of
-from pretrain.model.general.own_models import default_values, import_own_model, their_model_types
-from pretrain.model.general.read import wrapped_config
-from pretrain.model.proof.prove import prove_wrapped, tiny_config
-from pretrain.model.proof.tiny import tiny_copy
+from pretrain.model.own_models import default_values, import_own_model
+from tests.extensions.wrapped.unusual_sizes import unusual_config
 from tests.support.broken_models import crash, hang
 from tests.support.hf_models import needs_transformers
 from tests.support.launch import ROOT
-from tests.support.unusual_sizes import unusual_config
 
 FAULTY = "tests.support.broken_models:FaultyConfig"
 # what is special about each of them
@@ -75,14 +76,14 @@ def test_a_family_of_ours_is_proved_in_both_ways() -> None:
 
 def _published() -> dict[str, str]:
     """Return how each model_type of the published table trains."""
-    page = (ROOT / "tools/decoders.md").read_text(encoding="utf-8")
+    page = (ROOT / "pretrain/extensions/wrapped/README.md").read_text(encoding="utf-8")
     return dict(re.findall(r"^\| `([\w-]+)` \| ([a-z, ]+) \|", page, re.MULTILINE))
 
 
 def test_the_published_table_has_all_decoders_and_at_least_60_train() -> None:
     table = _published()
     assert sum(how != "no" for how in table.values()) >= 60
-    page = (ROOT / "tools/decoders.md").read_text(encoding="utf-8")
+    page = (ROOT / "pretrain/extensions/wrapped/README.md").read_text(encoding="utf-8")
     if f"transformers {version('transformers')}," not in page:
         pytest.skip("the table is of another version of transformers")
     assert set(table) == their_model_types()
@@ -184,7 +185,7 @@ def test_models_that_train_in_another_way_are_rejected(fault: str, message: str)
 
 def test_the_first_layer_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault is between the layers 1 and 2, where a tensor changes in place. The tiny copy needs three layers."""
-    monkeypatch.setattr("pretrain.model.proof.tiny._depth", lambda model, depths: (6, 6))
+    monkeypatch.setattr("pretrain.extensions.wrapped.tiny._depth", lambda model, depths: (6, 6))
     with pytest.raises(ConfigError, match=r"the loss of the plain module is .* the first layer whose output differs is "
                                           r"layers\.2, by"):
         prove_wrapped(model_config_from(_faulty("between, in place"), "mine"))
@@ -215,7 +216,7 @@ def test_the_command_writes_a_table_and_replaces_it(tmp_path: Path, monkeypatch:
     def without_processes(names: list[str]) -> list[Verdict]:
         return [Verdict(name, wrapped=name != "bert", reason="a|b" if name == "bert" else "") for name in names]
 
-    monkeypatch.setattr("pretrain.commands.models.all_decoders.prove_all", without_processes)
+    monkeypatch.setattr("pretrain.extensions.wrapped.all_decoders.prove_all", without_processes)
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n<!-- table -->\nold\n<!-- end of the table -->\n\nmore\n")
     assert _run("--prove", "opt", "bert", "--output", str(page)) == 2

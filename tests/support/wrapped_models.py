@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from pretrain.model.general.decoder import transformers_config
+from pretrain.model.own_models import transformers_config
 
 _SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
           "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _LLAMA = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
 
-GENERAL_MODELS: dict[str, dict[str, Any]] = {
+WRAPPED_MODELS: dict[str, dict[str, Any]] = {
     # rotary positions, grouped-query attention, scaled embedding and logits, an untied head
     "granite": {**_LLAMA, "model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0,
                 "residual_multiplier": 0.5, "attention_multiplier": 0.2},

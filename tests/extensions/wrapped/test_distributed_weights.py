@@ -23,11 +23,11 @@ from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_metrics
 from tests.support.cases import config
 from tests.support.conversion_faults import run_tool
-from tests.support.general_models import GENERAL_MODELS, published
 from tests.support.launch import train_ranks
+from tests.support.wrapped_models import WRAPPED_MODELS, published
 
 BATCH, SEQ_LENGTH = 4, 32
-MODEL = {**GENERAL_MODELS["deepseek_v3"], "vocab_size": 258}  # tokens of the byte tokenizer
+MODEL = {**WRAPPED_MODELS["deepseek_v3"], "vocab_size": 258}  # tokens of the byte tokenizer
 
 
 @pytest.fixture(scope="module")
