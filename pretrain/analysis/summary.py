@@ -16,7 +16,7 @@ from pretrain.analysis.svg import save_svg
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.errors import ConfigError, printable
-from pretrain.monitor.hints.rules import Hint
+from pretrain.monitor.curve import Hint
 from pretrain.monitor.read_run_folder import is_number, newest_path, newest_start, read_metrics, read_rows
 from pretrain.remote import is_url
 

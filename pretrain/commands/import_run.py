@@ -12,7 +12,8 @@ from rich.table import Table
 from pretrain.checkpoint.adopt.foreign_run import OMISSIONS, ForeignRun, understood, with_sample_length
 from pretrain.checkpoint.adopt.sources import KINDS, Source, find_source
 from pretrain.checkpoint.convert.new_folder import check_new_folder, check_new_weights, output_summary
-from pretrain.checkpoint.format.manifest import Manifest, step_of
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_checkpoints import step_of
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer, weight_files
 from pretrain.cli import Parser, chosen, next_line, path, path_text, whole_number
 from pretrain.errors import ConfigError, listed, one_line

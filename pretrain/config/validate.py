@@ -16,7 +16,7 @@ from pretrain.config.model_of_run import (
 from pretrain.config.plan import Plan
 from pretrain.config.plan_notes import run_notes
 from pretrain.config.resolve import resolve_ds_config
-from pretrain.config.run_rules import check_rules
+from pretrain.config.run_rules import check_each, check_rules
 from pretrain.data.data_spec import names_of_split, planned_samples
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.blend import BlendedSamples
@@ -26,6 +26,7 @@ from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements
 from pretrain.errors import ConfigError
+from pretrain.extension import rules_of
 from pretrain.model.own_models import import_own_model
 
 
@@ -55,8 +56,10 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     if ladder is not None:
         check_corpus(ladder, data.datasets)
         notes = (*notes, *expected_curve_notes(ladder, plan))
-    return replace(plan, datasets=data.datasets, tokenizer=data.tokenizer, eod_token=data.eod_token,
+    plan = replace(plan, datasets=data.datasets, tokenizer=data.tokenizer, eod_token=data.eod_token,
                    unigram_entropy=data.unigram_entropy, expected=ladder["target"] if ladder else None, notes=notes)
+    check_each(rules_of(plan), plan)
+    return plan
 
 
 def check_settings(args: RunArguments, *, world_size: int, device: Device,
@@ -87,14 +90,10 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
 
 
 def _check_evaluations(args: RunArguments, data: RunData) -> None:
-    """Raise ConfigError for flags that need validation data or a tokenizer, which the run does not have."""
-    for name in ("early_stopping_patience", "show_predictions"):
-        if getattr(args, name) and not names_of_split(data.datasets, "valid"):
-            raise ConfigError(f"--{name}", problem="the run has no validation data",
-                              remedy="give --valid_data, or a --split with a second part")
-    if args.eval_tasks is not None and data.tokenizer is None:
-        raise ConfigError("--eval_tasks", problem="the run has no --tokenizer, and the questions are text",
-                          remedy="give the --tokenizer with which the data was prepared")
+    """Raise ConfigError for flags that need validation data, which the run does not have."""
+    if args.early_stopping_patience and not names_of_split(data.datasets, "valid"):
+        raise ConfigError("--early_stopping_patience", problem="the run has no validation data",
+                          remedy="give --valid_data, or a --split with a second part")
 
 
 def _check_order(plan: Plan, data: RunData) -> None:

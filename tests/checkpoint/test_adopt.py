@@ -15,7 +15,7 @@ from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Omission
 from pretrain.checkpoint.adopt.run_files import RUN_YAML, run_files
 from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.checkpoint.adopt.weight_decay import WeightDecay
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
 from pretrain.checkpoint.load.reader import CheckpointReader

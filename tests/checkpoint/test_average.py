@@ -14,7 +14,8 @@ from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_average import plan_average
 from pretrain.checkpoint.convert.plan_export import model_card, plan_export
-from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
 from pretrain.checkpoint.load.hf_folder import check_hf_folder

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.new_folder import fill_new_folder, new_folder
 from pretrain.checkpoint.convert.plan_export import model_card, plan_export
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, hash_files
 from pretrain.checkpoint.load.reader import CheckpointReader, HFWeights

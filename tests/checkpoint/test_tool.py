@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, tokenizer_of
 from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.data.tokenizers.tokenizer import load_tokenizer

@@ -16,8 +16,7 @@ from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
 from pretrain.checkpoint.convert.plan_average import plan_average
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.convert.universal import convert
-from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.format.run_checkpoints import latest_problem
+from pretrain.checkpoint.format.run_checkpoints import latest_problem, read_manifest
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.monitor.read_run_folder import newest_start, read_rows

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.monitor.read_run_folder import read_rows
 from tests.conftest import selected_params
 from tests.support.cases import CPU, DROPOUT, case, config, flags

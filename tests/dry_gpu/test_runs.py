@@ -12,8 +12,8 @@ import pytest
 
 from pretrain.monitor.read_run_folder import read_rows
 from tests.distributed.test_ds_configs import EXPERTS, FILES, ranks_of
-from tests.distributed.test_run_evaluations import NAMES, write_data
 from tests.dry_gpu.conftest import DryGpu
+from tests.extensions.tasks.test_run_evaluations import NAMES, write_data
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from pretrain.config.expected_curve import CurvePoint, Target, target_of_record, target_record
+from pretrain.monitor.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Rows
 from pretrain.monitor.expected.band import ABOVE, BELOW, FEWEST_ROWS
 from pretrain.monitor.expected.causes import CAUSES, Evidence, likely_causes
 from pretrain.monitor.expected.curve_watch import OFF_CURVE, ON_CURVE, Change, CurveWatch
-from pretrain.monitor.hints.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Rows
+from tests.support.launch import ROOT
 
 TOKENS = 8192  # of a step
 SEQ_LENGTH = 64
@@ -169,7 +170,7 @@ def test_planted_faults_are_named_soon(fault: Any) -> None:
 
 # recorded runs of one small model on tiny Shakespeare; those with faults have a row for every 5th step
 RECORDED = {run["name"]: run for run in json.loads(gzip.decompress(
-    (Path(__file__).parent / "curves_of_runs.json.gz").read_bytes()))}
+    (ROOT / "tests/support/curves_of_runs.json.gz").read_bytes()))}
 
 
 def recorded_rows(name: str) -> list[dict[str, Any]]:

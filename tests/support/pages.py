@@ -1,5 +1,6 @@
 """The documentation pages, their commands, and the reason for each command that test_quickstart.py does not run."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -19,8 +20,8 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
-    "launch/README.md", "launch/unattended.md", "launch/slow_ranks.md", "launch/right_results.md",
-    "pretrain/README.md", "pretrain/extensions/README.md",
+    "launch/README.md", "launch/unattended.md", "launch/right_results.md",
+    "pretrain/README.md", "pretrain/engine/patches/README.md", "pretrain/extensions/README.md",
     *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("pretrain/extensions/*/README.md"))), "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 
@@ -81,11 +82,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "tests/model/test_on_fake_device.py runs it": ("python -m tests.model.on_fake_device",),
     "README.md evaluates and exports another run": (
         "ds-pretrain evaluate runs/run", "ds-pretrain export runs/run --output runs/run-hf"),
-    "a measurement, of no result that a test could check": ("python -m tests.support.slow_rank_cost",),
-    "takes an hour: tests/distributed/test_slow_ranks.py with -m slow": (
-        "python -m tests.support.slow_ranks --plant slow_link throttled niced stopped slow_reads --block_s 0.5 "
-        "--seconds 200",
-        "python -m tests.support.slow_ranks --healthy 20 --block_s 0.25 --blocks 80 --layouts zero1 zero3 pipeline2"),
     "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
@@ -155,8 +151,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "ds-pretrain --hostfile HOSTS --config run.yaml", "launch/cluster.sh --hostfile HOSTS -- --config run.yaml",
         "launch/mpi.sh -np 16 --hostfile HOSTS -- --config run.yaml",
         "ds-pretrain supervise --hostfile HOSTS --min_hosts 6 -- ds-pretrain --hostfile HOSTS --config run.yaml",
-        "ds-pretrain supervise --min_hosts 6 --exclude_stragglers -- ds-pretrain --hostfile HOSTS --config run.yaml",
-        "ds-pretrain --exclude_stragglers --hostfile HOSTS --config run.yaml",
         "ds-pretrain check-cluster --hostfile HOSTS --config run.yaml"),
     "tests/cluster/test_doctor.py runs it; its exit code depends on the machine": (
         "ds-pretrain doctor --save runs/first",
@@ -179,6 +173,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "100 --save runs/store"),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
+for _file in sorted(ROOT.glob("tests/extensions/*/page_commands.py")):  # of the pages of extensions
+    NOT_RUN_BECAUSE.update(importlib.import_module(f"tests.extensions.{_file.parent.name}.page_commands").NOT_RUN_BECAUSE)
 QUICKSTART = "launch/quickstart.sh"  # run before all pages
 NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in commands}
 

@@ -210,8 +210,8 @@ def test_the_status_line_follows_the_speed_between_logged_steps(monkeypatch: pyt
     own.plan = SimpleNamespace(args=SimpleNamespace(seq_length=100), train_steps=20, length=length)
     own.screen = SimpleNamespace(wants_status=lambda: True, status=shown_lines.append)
     own._since, own._batch_size = meter._SinceRow(10, 80, start=now), 8
-    own._last_row = meter.Interval(step=10, steps=1, step_seconds=0.5, consumed_samples=80, samples=8, batch_size=8,
-                                   save_seconds=0.0, eval_seconds=0.0)
+    own.interval = meter.Interval(step=10, steps=1, step_seconds=0.5, consumed_samples=80, samples=8, batch_size=8,
+                                   data_seconds=0.0, save_seconds=0.0, eval_seconds=0.0)
     for step, seconds in ((10, 0), (11, 1), (12, 2), (13, 3)):
         now += seconds
         own._step, own._consumed_samples = step, 8 * step

@@ -2,7 +2,7 @@
 
     python -m tests.upstream.reproduce            # all defects, with this environment's DeepSpeed
     python -m tests.upstream.reproduce A B --python /envs/a/bin/python /envs/b/bin/python
-    python -m tests.upstream.reproduce --table    # print the table of pretrain/README.md
+    python -m tests.upstream.reproduce --table    # print the table of pretrain/engine/patches/README.md
 
 The scripts in reproducers/ also run alone, with DeepSpeed and torch only. Here they run as forks of one process, which
 has imported DeepSpeed and shares the compiled operators of this package.
@@ -91,12 +91,12 @@ def print_results(results: Sequence[Result]) -> list[str]:
 
 
 def markdown_table() -> str:
-    """Return the table of pretrain/README.md: the defects of each version of MEASURED, and what this package does."""
+    """Return the table of the page: the defects of each version of MEASURED, and what this package does."""
     rows = [["", "defect", *MEASURED, "DeepSpeed's files", "in this package"]]
     rows.append(["---", "---", *("---" for _ in MEASURED), "---", "---"])
     for defect in DEFECTS:
         script = reproducer(defect.letter)
-        rows.append([f"[{defect.letter}](../tests/upstream/reproducers/{script.name})", defect.title,
+        rows.append([f"[{defect.letter}](../../../tests/upstream/reproducers/{script.name})", defect.title,
                      *("yes" if defect.exists_in(version) else "no" for version in MEASURED),
                      ", ".join(f"`{name.removeprefix('../')}`" for name in defect.files), defect.treatment])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

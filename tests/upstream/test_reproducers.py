@@ -56,7 +56,7 @@ def test_a_script_without_a_result_is_no_answer(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_page_shows_the_table() -> None:
-    page = (ROOT / "pretrain" / "README.md").read_text()
+    page = (ROOT / "pretrain/engine/patches/README.md").read_text()
     assert reproduce.markdown_table() in page, "paste the output of: python -m tests.upstream.reproduce --table"
 
 

@@ -2,10 +2,12 @@
 
 import argparse
 import dataclasses
+import importlib
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pretrain.commands import COMMANDS
@@ -85,7 +87,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "evaluate": ["{world}/done", "--data", "{world}/plain"],
     "summary": ["{world}/done"],
     "report": ["{world}/done"],
-    "replay": ["{world}/done@1"],
     "corpus": ["{world}/out"],
     "prepare": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
     "data hash": ["{world}/foreign"],
@@ -109,6 +110,16 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "reference": ["metrics"],
     "completion": ["bash"],
 }
+
+
+def of_extensions() -> list[ModuleType]:
+    """Return the modules wrong_inputs.py of the extensions' tests, which may have TOOLS, LEGAL and WRONG."""
+    files = sorted(Path(__file__).parents[1].glob("extensions/*/wrong_inputs.py"))
+    return [importlib.import_module(f"tests.extensions.{file.parent.name}.wrong_inputs") for file in files]
+
+
+for _module in of_extensions():
+    TOOLS |= getattr(_module, "TOOLS", {})
 
 
 def case_of(name: str, program: str, line: str, culprit: str, files: dict[str, bytes] | None = None) -> Case:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from shlex import quote
 
-from pretrain.paths import RUN_FILES
+from pretrain.extension import run_files
 from tests.wrong_inputs.case import DEEP, LONG, TRAIN, Case, case_of
 from tests.wrong_inputs.world import HF_MODEL, safetensors_of
 
@@ -33,7 +33,7 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
         "shell variable": "${HOME}/run", "HOME": "$HOME/run", "command": "$(pwd)/run",
         "URL": "s3://bucket/run"}, "--save"),
     ((TRAIN,), "RIGHT --save PATH", {
-        f"with {name}": f"{{world}}/run with {name}" for name in ("checkpoints", *RUN_FILES)}, _NAME),
+        f"with {name}": f"{{world}}/run with {name}" for name in ("checkpoints", *run_files())}, _NAME),
     ((TRAIN,), "RIGHT --checkpoint_mirror PATH", {
         **_UNWRITABLE, "the run folder": "{world}/run", "in the run": "{world}/run/mirror", "dots": "{world}/x/../run",
         "file URL": "file://{world}/run", "protocol": "s4://bucket/x", "no protocol": "://x"}, "--checkpoint_mirror"),

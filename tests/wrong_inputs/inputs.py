@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tests.wrong_inputs.case import RUN, Case
+from tests.wrong_inputs.case import RUN, Case, of_extensions
 
 BASE: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -40,7 +40,6 @@ _STAGES, _STAGE = {"pipeline": {"stages": 2}}, "zero_optimization.stage"
 _MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 _TWO, _FOUR, _CUDA, _MIXTURE = {"world_size": 2}, {"world_size": 4}, {"device": "cuda"}, {"model": "tiny-moe"}
 _NOISE_SCALE = {"noise_scale_interval": 2, "gradient_accumulation_steps": 4}
-_TASKS = {"train_data": "{world}/few", "tokenizer": "{world}/tokenizer.json"}
 UNTIED = {"model_overrides": "tie_word_embeddings=false"}
 # changes of BASE, flags, text of the error; " ... " stands for any text
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -284,16 +283,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"train_batch_size": 2, "gradient_accumulation_steps": 2}, {"noise_scale_interval": 10,
                                                                   "gradient_value_clipping": 1},
      "--gradient_value_clipping changes the gradient"),
-    # predictions and tasks
-    ({}, {"show_predictions": 2, "split": "100,0,0"}, "--show_predictions: the run has no validation data"),
-    ({}, {"eval_tasks": "arc_easy"}, "--eval_tasks: the run has no --tokenizer"),
-    *(({}, {f"eval_tasks_{name}": value}, f"--eval_tasks_{name}: it has no effect without --eval_tasks")
-      for name, value in (("folder", "{world}"), ("fewshot", 1), ("limit", 1), ("interval", 1))),
-    *(({}, {**_TASKS, "eval_tasks": names, "eval_tasks_folder": f"{{world}}/{folder}"}, culprit)
-      for names, folder, culprit in ((",", "done", "--eval_tasks: it names no task"),
-                                     ("tasks/own", "done", "--eval_tasks tasks/own: this is a path"),
-                                     ("own", "none", "--eval_tasks_folder ... there is no such folder"),
-                                     ("own", "done", "--eval_tasks_folder ... the folder has no .yaml file"))),
+    # early stopping
     ({}, {"early_stopping_min_delta": 0.1}, "it has no effect without --early_stopping_patience"),
     ({}, {"early_stopping_patience": 3, "eval_interval": 0}, "the run has no evaluations before its end"),
     ({}, {"early_stopping_patience": 3, "eval_interval": 5, "split": "100,0,0"}, "the run has no validation data"),
@@ -309,12 +299,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, {"mup_base_width": 32, **UNTIED},
      "it sets one learning rate for all parameters"),
     ({}, {"exit_step": 51}, "--exit_step"),
-    *(({"pipeline": {"stages": 2}}, {"world_size": 2, "pipeline_timeline": steps}, "--pipeline_timeline: found")
-      for steps in ("5:3", "0:2", "x", "49:51")),
-    ({}, {"pipeline_timeline": "3"}, "--pipeline_timeline: found a run with one pipeline stage"),
-    *(({}, {"profile_steps": steps}, "--profile_steps") for steps in ("5:3", "0:2", "3:", "1:200", "49:51", "x", "-1")),
-    *(({}, {"profile_ranks": ranks}, "--profile_ranks") for ranks in ("9", "0,", "none", "-1")),
-    ({}, {"memory_snapshot": True}, "a run on cuda"),
     ({}, {"world_size": 0}, "--world_size: found '0'"),
     # model
     ({}, {"model": "1.3B"}, "ds-pretrain new run.yaml --model 1.3B"),
@@ -366,6 +350,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"save": NOTHING}, "--save"),
     ({}, {"sed": 3}, 'Did you mean "--seed"'),
 ]
+WRONG += [row for module in of_extensions() for row in getattr(module, "WRONG", ())]
 
 
 def run_words(flags: dict[str, Any]) -> list[str]:

@@ -13,9 +13,9 @@ from pretrain.checkpoint.load.hf_folder import header_bytes
 from pretrain.config.expected_curve import FORMAT, counted_parameters
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
+from pretrain.extension import run_files
 from pretrain.model.config import load_model_config, model_config_from
 from pretrain.model.hf_names import tensor_rules
-from pretrain.paths import RUN_FILES
 from tests.wrong_inputs.inputs import BASE
 
 
@@ -54,7 +54,7 @@ def make_world(folder: Path) -> None:
                  "truncation": None, "padding": None}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "file").write_text("a file")
-    for name in RUN_FILES:
+    for name in run_files():
         (folder / f"run with {name}" / name).mkdir(parents=True)
     (folder / "run with checkpoints").mkdir()
     (folder / "run with checkpoints" / "checkpoints").write_text("a file")

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
-from pretrain.checkpoint.format.manifest import parse_manifest
+from pretrain.checkpoint.format.run_checkpoints import parse_manifest
 from pretrain.checkpoint.format.shard_index import index_name
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data
@@ -28,10 +28,11 @@ from pretrain.checkpoint.save.commit import commit, temporary_folder, write_part
 from pretrain.checkpoint.save.retention import prune
 from pretrain.checkpoint.save.save_checkpoint import begin_save
 from pretrain.cluster.hosts import preflight, probe, remote
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import cpu_device
+from pretrain.extension import request_files
 from pretrain.monitor.environment import host_record
-from pretrain.monitor.rank_times import NUM_VALUES, RankTimesLog, rank_times
 from pretrain.monitor.training_row import gather_ranks
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience import hang_report, replicas
@@ -143,17 +144,15 @@ def logged_step(ranks: Ranks) -> None:
     run = ranks.folder / "run"
     for rank in ranks.each():
         phases = dict.fromkeys(("forward", "backward", "wait", "reduce", "optimizer", "other"), 1.0)
-        _, times, _ = gather_ranks(torch.zeros(()), data_seconds=0.1, phase_ms=_PhaseTimes(phases), power_watts=None,
-                              squares=torch.zeros(3), own_times=[1.0] * NUM_VALUES)
+        gather_ranks(torch.zeros(()), data_seconds=0.1, phase_ms=_PhaseTimes(phases), power_watts=None,
+                     squares=torch.zeros(3))
         if rank != 0:
             continue
         folder = RunFolder(run, active=True)
         folder.event("save", step=1)
-        log = RankTimesLog(run, ["host"] * ranks.size, [{}] * ranks.size, first_step=0)
-        for row in log.rows(rank_times(times, step=1, steps=1, step_ms=1.0)):
-            folder.rank_times(row)
-        files = ControlFiles(run, lambda: 0)
-        for look in (files.stop_requested, files.save_requested, files.take_profile_steps, files.take_record_request):
+        folder.metrics({"step": 1})
+        files = ControlFiles(run, lambda: 0, request_files(RunArguments()))
+        for look in (files.stop_requested, files.save_requested, files.take_asked):
             look()
 
 

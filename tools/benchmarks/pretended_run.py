@@ -12,8 +12,7 @@ import torch
 
 from pretrain.checkpoint.format.fragments import FileLocation, Fragment
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
-from pretrain.checkpoint.format.run_manifest import manifest_of
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, manifest_of
 from pretrain.checkpoint.format.shard_index import index_name, index_text, tensor_entry
 from pretrain.checkpoint.load.start import check_start
 from pretrain.config.flags.parse import parse_arguments

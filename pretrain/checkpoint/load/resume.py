@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, parse_head, read_manifest
-from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good
-from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, tokenizer_fingerprint
+from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good, parse_head, read_manifest
 from pretrain.checkpoint.load.changes import changes_of, continued_schedule
 from pretrain.checkpoint.load.init_from import branch_of, check_origin, check_same_branch, find_branch, origin_of
 from pretrain.checkpoint.load.same_data import (

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import Manifest
-from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
+from pretrain.checkpoint.format.manifest import Manifest, tokenizer_fingerprint
 from pretrain.checkpoint.save.retention import position_after
 from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.plan import Plan

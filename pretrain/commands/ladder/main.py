@@ -33,17 +33,19 @@ from pretrain.commands.ladder.sizes import family_sizes, nearest_sizes
 from pretrain.commands.ladder.target import TargetRun, read_target, write_settings
 from pretrain.commands.ladder.times import measure_times
 from pretrain.commands.ladder.train import read_points, train_ladder
-from pretrain.config.flags.arguments import DEFAULTS, TASK_FLAGS
+from pretrain.config.flags.arguments import DEFAULTS
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.distributed.device import nvidia_smi, wants_cpu
 from pretrain.errors import ConfigError, shorten
+from pretrain.extension import extensions
 from pretrain.paths import check_folder
 from pretrain.stored_json import build, read_object, reason_of
 
 # flags of the target that do not change the smaller runs; its length changes the prediction only
 _WITHOUT_EFFECT = ("save", "note", "trackio", "resume", "expected_curve", "log_interval", "save_interval",
                    "keep_checkpoints", "exit_step", "exit_after_minutes", "eval_interval", "train_steps",
-                   "train_tokens", "lr_warmup_steps", "lr_warmup_tokens", "show_predictions", *TASK_FLAGS)
+                   "train_tokens", "lr_warmup_steps", "lr_warmup_tokens",
+                   *(name for each in extensions() for name in each.flags))
 PLAN_FILE, LADDER_FILE, PAGE_FILE = "plan.json", "ladder.json", "ladder.html"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|min|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

@@ -24,15 +24,15 @@ from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import say
 from pretrain.commands.small_runs import RUN_YAML, VALID, Run, read_curve, train_runs
 from pretrain.config.expected_curve import LEVEL, Expected
-from pretrain.config.flags.arguments import TASK_FLAGS
 from pretrain.config.flags.parse import read_yaml
 from pretrain.data.data_spec import DataSpec, absolute_words, parse_data_spec
 from pretrain.errors import ConfigError
+from pretrain.extension import extensions
 
 MIXTURES_JSON, FORMAT = "mixtures.json", "ds-pretrain mixtures 1"
 _DATA, _PATHS = ("train_data", "valid_data", "test_data"), ("model", "deepspeed_config", "tokenizer", "data_cache")
-_NOT_KEPT = ("save", "resume", "eval_interval", "save_interval", "keep_best", "expected_curve", "show_predictions",
-             *TASK_FLAGS)  # the expected curve is that of another blend
+_NOT_KEPT = ("save", "resume", "eval_interval", "save_interval", "keep_best", "expected_curve",
+             *(name for each in extensions() for name in each.flags))  # the expected curve is that of another blend
 _NOT_SUPPORTED = ("blend_schedule", "resume_from")
 
 

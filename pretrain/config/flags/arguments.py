@@ -37,7 +37,6 @@ OVERRIDES = {
     "seed": "the seed of data order and dropout",
 }
 LONGEST_NOTE = 2000  # characters
-TASK_FLAGS = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no usual deviation
 
 MODEL = Group("model and run folder")
@@ -251,20 +250,6 @@ class RunArguments:
         10, "steps between two logged steps: a line of output and a row of metrics.jsonl", low=1)
     eval_interval: int = LOGGING.flag(1000, "steps between two evaluations; 0: only at the end", low=0)
     eval_steps: int = LOGGING.flag(10, "global batches in an evaluation", low=1)
-    show_predictions: int = LOGGING.flag(
-        0, "at each evaluation, let the model continue the beginnings of N fixed validation samples, and write its "
-        "text next to the true one into RUN/predictions.jsonl and the report; 0: off", low=0, high=1000)
-    eval_tasks: str | None = LOGGING.flag(
-        None, "tasks of lm-eval, such as hellaswag,arc_easy, whose scores the run computes and logs while it trains; "
-        "needs --tokenizer and the package lm_eval", metavar="TASK,TASK")
-    eval_tasks_folder: str | None = LOGGING.flag(
-        None, "folder with more tasks, as .yaml files", parse=path_text, metavar="DIR")
-    eval_tasks_fewshot: int | None = LOGGING.flag(
-        None, "examples before each question of the tasks", low=0, high=1000, unset="the task's")
-    eval_tasks_limit: int | None = LOGGING.flag(
-        None, "score only the first N questions of each task", low=1, unset="all questions")
-    eval_tasks_interval: int | None = LOGGING.flag(
-        None, "steps between two scores of the tasks; 0: only at the end", low=0, unset="--eval_interval")
     note: str | None = LOGGING.flag(
         None, "why this run: a text that run.json, the report, `ds-pretrain summary` and the monitors show; a resume "
         "may change it", metavar="TEXT")
@@ -281,15 +266,6 @@ class RunArguments:
     sanity_check: bool = MEASUREMENTS.flag(
         False, "before step 1: run the checks of `ds-pretrain sanity`, and reject the run if one fails; a run that "
         "resumes is not checked again")
-    profile_steps: str | None = MEASUREMENTS.flag(
-        None, "steps to profile, the first and the last one, such as 10:12: each rank writes a trace and a table of "
-        "operators to RUN/profiles; to profile a running job, `touch RUN/PROFILE`", metavar="FIRST:LAST")
-    profile_ranks: str = MEASUREMENTS.flag("all", "ranks that write a profile, such as 0,8", metavar="all|RANK,...")
-    pipeline_timeline: str | None = MEASUREMENTS.flag(
-        None, "steps of a run with several pipeline stages, such as 10:12, whose time is divided into forward, "
-        "backward, transfers and bubble: writes plots and a JSON to RUN/profiles", metavar="FIRST:LAST")
-    memory_snapshot: bool = MEASUREMENTS.flag(
-        False, "the profiled steps also write each allocation of GPU memory with its stack")
 
     save_interval: int = CHECKPOINTS.flag(1000, "steps between two checkpoints; 0: only at the end", low=0)
     resume: str = CHECKPOINTS.flag(

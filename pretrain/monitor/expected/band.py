@@ -5,13 +5,13 @@ A run counts as off the curve beyond a wider band, which holds 99% of the health
 it is back in the interval. Between the two, nothing changes.
 """
 
-import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
 from pretrain.config.expected_curve import LEVEL
+from pretrain.monitor.noise import NORMAL_MAD, error_of_mean
 
 ABOVE, BELOW = "above", "below"
 FEWEST_ROWS = 16  # logged steps; a departure of fewer than 12 of them is a spike
@@ -20,7 +20,6 @@ _ERRORS = 5.0  # standard errors, as for the hints
 _CLIP = 5.0  # standard deviations; a value farther from the median counts as one at this distance
 _WIDER = NormalDist().inv_cdf((1 + _ALARM_LEVEL) / 2) / NormalDist().inv_cdf((1 + LEVEL) / 2)
 _MOST_PARTS = 16  # of the rows, from which the noise is estimated
-NORMAL_MAD = 0.6745  # median of the absolute value of a standard normal variable
 
 
 @dataclass(frozen=True)
@@ -82,35 +81,9 @@ def _is_beyond(excess: np.ndarray, rows: int) -> bool:
     return bool(means[-1].mean() > _ERRORS * (1 + 0.5 / parts) * error_of_mean(means))
 
 
-def error_of_mean(means: np.ndarray) -> float:
-    """Return the standard error of the mean of a row of `means`, whose values are autocorrelated.
-
-    The autocorrelation is taken as that of an AR(1) process. Its estimate from n values around a line is too small, by
-    about (1 + 4 r) / n (Marriott and Pope 1954 without the line).
-    """
-    n = means.shape[1]
-    x = np.arange(n) - (n - 1) / 2
-    deviations = means - means.mean(axis=1, keepdims=True)
-    residuals = deviations - np.outer(deviations @ x / (x @ x), x)
-    variance = float((residuals ** 2).sum(axis=1).mean()) / (n - 2)
-    products = float((residuals[:, 1:] * residuals[:, :-1]).sum(axis=1).mean()) / (n - 2)
-    r = products / variance if variance > 0 else 0.0
-    r = min(max(r + (1 + 4 * r) / n, 0.0), 0.95)
-    return math.sqrt(variance * (1 + r) / (1 - r) / n)
-
-
 def has_returned(losses: np.ndarray, band: Band, side: str, *, rows: int) -> bool:
     """Return whether the losses of the last `rows` rows are in the interval again, or beyond it on the other side."""
     if len(losses) < rows:
         return False
     is_back = band.excess(losses, side)[-rows:] < 0
     return _mostly(is_back[:rows // 2]) and _mostly(is_back[rows // 2:])
-
-
-def change_point(values: np.ndarray, count: int) -> int:
-    """Return from which value on a noisy column has about the level of its newest `count` values, which is above 0.
-
-    It is the first of the newest values whose sum lies farthest above half of this level.
-    """
-    sums = np.cumsum((values - 0.5 * np.median(values[-count:]))[::-1])
-    return len(values) - 1 - int(np.argmax(sums))

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from pretrain.config.expected_curve import Target
+from pretrain.monitor.curve import Curve, Facts, hints_of_extensions
 from pretrain.monitor.expected.band import ABOVE, BELOW
 from pretrain.monitor.expected.curve_watch import Change
-from pretrain.monitor.hints.curve import Curve, Facts
-from pretrain.monitor.hints.rules import find_hints
 
 _HIGHEST_INITIAL = 1.5  # times ln(V), as in the sanity check of the initial loss
 _NEAR = 0.97  # of the unigram entropy, as in the hint "no_learning"
@@ -38,7 +37,7 @@ class Evidence:
     events: Sequence[Mapping[str, Any]]
 
     def hints(self, *names: str) -> Iterator[str]:
-        return (hint.text for hint in find_hints(self.curve, self.facts) if hint.name in names)
+        return (hint.text for hint in hints_of_extensions(self.curve, self.facts) if hint.name in names)
 
 
 def likely_causes(evidence: Evidence) -> list[str]:

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from pretrain.config.expected_curve import Expected, Target, tokens_text
+from pretrain.monitor.curve import Rows
 from pretrain.monitor.expected.band import (
     ABOVE,
     BELOW,
     FEWEST_ROWS,
-    NORMAL_MAD,
     Band,
-    change_point,
     departure,
     has_returned,
     is_outside,
 )
-from pretrain.monitor.hints.curve import Rows
+from pretrain.monitor.noise import NORMAL_MAD, change_point
 from pretrain.monitor.read_run_folder import is_number, newest_path, read_events, read_metrics
 
 OFF_CURVE = "off_curve"  # the events

@@ -5,9 +5,9 @@ from typing import Any
 
 from pretrain.callback import Callback, Run
 from pretrain.config.expected_curve import Target
+from pretrain.monitor.curve import CurveLog
 from pretrain.monitor.expected.causes import Evidence, likely_causes
 from pretrain.monitor.expected.curve_watch import OFF_CURVE, ON_CURVE, Change, CurveWatch
-from pretrain.monitor.hints.hint_log import HintLog
 from pretrain.monitor.read_run_folder import read_events
 
 
@@ -43,5 +43,5 @@ class ReportCurve(Callback):
 
     def _causes(self, run: Run, change: Change) -> list[str]:
         """Return the likely causes of a loss that is off the curve."""
-        log = HintLog(run.folder.path, first_step=run.step)  # of the rows that are written
+        log = CurveLog(run.folder.path, first_step=run.step)  # of the rows that are written
         return likely_causes(Evidence(change, log.curve(), log.facts(), self._expected, read_events(run.folder.path)))
