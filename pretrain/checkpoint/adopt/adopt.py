@@ -21,11 +21,10 @@ from pretrain.checkpoint.adopt.run_files import ds_config_of, optimizer_of, run_
 from pretrain.checkpoint.adopt.weight_decay import WeightDecay, weight_decay_of
 from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
 from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, write_shards
-from pretrain.checkpoint.format.buffers import BUFFERS
 from pretrain.checkpoint.format.fragments import FileLocation, Fragment
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, AdoptedRecord, Manifest
-from pretrain.checkpoint.format.shard_index import FP32, index_name, index_text, tensor_entry
+from pretrain.checkpoint.format.shard_index import BUFFERS, FP32, index_name, index_text, tensor_entry
 from pretrain.checkpoint.format.verify import damaged_entry
 from pretrain.checkpoint.load.hf_folder import HFFolder, HFTokenizer, find_hf_tokenizer
 from pretrain.checkpoint.load.reader import all_finite, chunks_of

@@ -2,7 +2,7 @@
 
     ds-pretrain models
     ds-pretrain models --prove gpt_oss mamba2
-    ds-pretrain models --prove --output decoders.md
+    ds-pretrain models --prove --output README.md
 """
 
 import datetime

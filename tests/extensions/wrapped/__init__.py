@@ -1,4 +1,4 @@
-"""Tests of the flight record, of recomputation and of wrappeds."""
+"""Tests of wrapped decoders of transformers."""
 
 from pathlib import Path
 

@@ -215,7 +215,7 @@ class DirectParameter(own_model.MyForCausalLM):
     (TokenDependentLayers, "the argument decay of layers.1 (Tensor) depends on what decoder layers before it"),
     (ScaledBetweenLayers, "layers.1 must get the hidden states that layers.0 returned; it gets something else"),
     (LayersTwice, "each of the 3 modules must be called exactly once, in order; called were layers.0, layers.1"),
-    (FailingForward, "the forward function failed with AttributeError: .*missing.* (test_general.py:"),
+    (FailingForward, "the forward function failed with AttributeError: .*missing.* (test_layers.py:"),
     (UnusedModule, "extra is not called for text, but has parameters"),
     (DirectParameter, "the parameter gain belongs to the module that contains the decoder layers")])
 def test_other_models_are_rejected_with_what_was_found(model_class: Any, problem: str) -> None:
