@@ -1,7 +1,6 @@
-"""Likely causes of a loss that is off its expected curve, in the order of the sanity checks.
+"""Likely causes of a loss that is off its expected curve, in the order in which a cause leads to the next ones.
 
-Each cause is named with what the run's own rows, events and settings show about it. What they do not show, the checks
-of `ds-pretrain sanity` test in the same order (pretrain/analysis/sanity/run_checks.py).
+Each cause is named with what the run's own rows, events and settings show about it.
 """
 
 import math
@@ -12,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from pretrain.config.expected_curve import Target
+from pretrain.extension import advice_on
 from pretrain.monitor.curve import Curve, Facts, hints_of_extensions
 from pretrain.monitor.expected.band import ABOVE, BELOW
 from pretrain.monitor.expected.curve_watch import Change
 
-_HIGHEST_INITIAL = 1.5  # times ln(V), as in the sanity check of the initial loss
+_HIGHEST_INITIAL = 1.5  # times ln(V)
 _NEAR = 0.97  # of the unigram entropy, as in the hint "no_learning"
 _SKIPPED = 0.02  # of the steps
 _CLIPPED = 0.9  # of the steps
@@ -43,8 +43,7 @@ class Evidence:
 def likely_causes(evidence: Evidence) -> list[str]:
     """Return the causes for which there is evidence, each as `name: evidence`; or, without any, what to do."""
     found = [f"{name}: {text}" for name, find in CAUSES for text in find(evidence)]
-    return found or ["nothing in the metrics explains it: `ds-pretrain sanity` tests data, labels, masks, gradients "
-                     "and the size of an update, in this order"]
+    return found or [": ".join(["nothing in the metrics explains it", *advice_on("off_curve")])]
 
 
 def _data(evidence: Evidence) -> Iterator[str]:
@@ -110,4 +109,4 @@ def _learning_rate(evidence: Evidence) -> Iterator[str]:
 CAUSES: tuple[tuple[str, Callable[[Evidence], Iterator[str]]], ...] = (
     ("data", _data), ("labels", _labels), ("initial loss", _initial_loss), ("causal mask", _mask),
     ("gradients", _gradients), ("learning rate", _learning_rate))
-"""names as in the sanity checks, in their order"""
+"""names, in their order"""
