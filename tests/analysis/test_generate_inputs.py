@@ -32,7 +32,7 @@ from tests.support.launch import ROOT
 from tests.support.model_shapes import SHAPES
 from tests.support.own_memory import MemoryWatch
 from tests.support.rejection import rejection
-from tests.support.wrapped_models import WRAPPED_MODELS, published
+from tests.support.wrapped_models import WRAPPED_MODELS, needs_wrapped, published
 
 SHORT = ["--max_new_tokens", 5, "--temperature", 0, f"--prompt={text_of([9, 8, 7])}"]
 
@@ -139,6 +139,7 @@ def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:
     assert watch.peak - watch.before < size + 2.5 * 16.8e6
 
 
+@needs_wrapped
 def test_infinity_in_a_config_json_is_read(tmp_path: Path) -> None:
     """Transformers writes it as an object (configuration_utils.py); a run's record has what the file had."""
     values = {**WRAPPED_MODELS["mamba2"], "time_step_limit": [0.0, {"__float__": "Infinity"}]}
@@ -204,6 +205,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "padding": ({"pad_token_id": 10**9}, ""), "activation": ({"hidden_act": "nonsense"}, "nonsense")}
 
 
+@needs_wrapped
 @pytest.mark.parametrize("name", WRONG)
 def test_every_command_rejects_a_wrong_config_with_the_same_line(name: str, tmp_path: Path) -> None:
     changes, message = WRONG[name]

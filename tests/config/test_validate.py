@@ -24,7 +24,7 @@ from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.errors import ConfigError
 from pretrain.stored_json import read_json
 from tests.support.effort import HEAVY, run_and_list_imports
-from tests.support.wrapped_models import WRAPPED_MODELS
+from tests.support.wrapped_models import WRAPPED_MODELS, needs_wrapped
 from tests.wrong_inputs.inputs import CPU, NOTHING, WRONG, run_json, run_words, z
 from tests.wrong_inputs.world import make_world
 
@@ -251,6 +251,7 @@ def test_notes_name_settings_without_an_effect(world: Path) -> None:
     assert plan.ds_config["zero_optimization"]["overlap_comm"] is False
 
 
+@needs_wrapped
 def test_notes_name_a_padding_token_that_ends_documents(world: Path, tmp_path: Path) -> None:
     found = {}
     for token in (0, 255):
@@ -262,6 +263,7 @@ def test_notes_name_a_padding_token_that_ends_documents(world: Path, tmp_path: P
     assert found[255] == []
 
 
+@needs_wrapped
 def test_notes_name_biases_of_routers_that_are_not_updated(world: Path, tmp_path: Path) -> None:
     found = {}
     for name in ("deepseek_v3", "granite"):

@@ -88,8 +88,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "python -m tests.data.tokenizers.measure_encoding tinyshakespeare.txt tutor.ja.utf-8 tutor.ru.utf-8",),
     "takes minutes: tests/distributed/test_replay_samples.py with -m slow": (
         "python -m tests.extensions.replay.planted_documents",),
-    "takes minutes: tests/extensions/wrapped/test_decoders.py": (
-        "ds-pretrain models --prove --output pretrain/extensions/wrapped/README.md",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/upstream/test_reproducers.py": (
         "python -m tests.upstream.reproduce",),

@@ -3,10 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pretrain.extension import extensions
 from pretrain.model.own_models import transformers_config
+
+ARE_WRAPPED = any(each.models for each in extensions())  # each extension can be left out
+needs_wrapped = pytest.mark.skipif(not ARE_WRAPPED, reason="no extension wraps models of transformers")
 
 _SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
           "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -17,7 +17,7 @@ from tests.conftest import selected_params
 from tests.extensions.replay import WORKERS
 from tests.support.cases import CPU, DROPOUT, case, config, flags
 from tests.support.launch import run_ranks, run_worker
-from tests.support.wrapped_models import WRAPPED_MODELS
+from tests.support.wrapped_models import ARE_WRAPPED, WRAPPED_MODELS
 
 SAVED, PLANTED, STEPS = 3, 5, 6
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
@@ -62,7 +62,7 @@ FAST = [("zero1", plant) for plant in PLANTS] + [("pipeline_data", plant) for pl
 PLANTED_CASES = [pytest.param(layout, plant, marks=() if (layout, plant) in FAST else pytest.mark.slow)
                  for layout in LAYOUTS for plant in PLANTS if (layout, plant) != ("tensor_data", "master")]
 ALL_LAYOUTS = [pytest.param(layout, marks=() if layout in ("zero1", "pipeline_data") else pytest.mark.slow)
-               for layout in [*LAYOUTS, *OTHERS]]
+               for layout in [*LAYOUTS, *OTHERS] if ARE_WRAPPED or not layout.startswith("wrapped")]
 
 
 def run_flags(corpus: str, **more: Any) -> dict[str, Any]:

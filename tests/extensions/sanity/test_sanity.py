@@ -16,7 +16,7 @@ from tests.support.cases import CPU, DROPOUT, case, config, flags
 from tests.support.launch import PROGRAM, run_ranks, run_worker, train_ranks
 from tests.support.layouts import fp16
 from tests.support.model_shapes import SHAPES
-from tests.support.wrapped_models import WRAPPED_MODELS
+from tests.support.wrapped_models import ARE_WRAPPED, WRAPPED_MODELS
 from tests.terminal.test_screen import in_terminal
 
 FP32_SUM = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -127,7 +127,7 @@ def shapes(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [*SHAPES, *WRAPPED_MODELS])
+@pytest.mark.parametrize("shape", [*SHAPES, *(WRAPPED_MODELS if ARE_WRAPPED else ())])
 def test_a_healthy_model_of_each_architecture_passes_all_checks(shape: str, shapes: dict[str, Any]) -> None:
     """With `-s`, the output is a table of the steps in which one batch is learned."""
     made = shapes[shape]["results"]
