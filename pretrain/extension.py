@@ -89,12 +89,26 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Models:
+    """Models of which no family of this package is the implementation, by the model_type of their config.json."""
+
+    which: str  # in rejections of other ones: "another model of ..."
+    model_types: str  # "module:function": () -> their model types; imports no torch
+    # "module:function": (values of the config.json, where, overrides) -> ModelConfig, with an implementation of the
+    # protocol in pretrain/model/implementation.py; raises ConfigError
+    read: str
+
+
+_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "around", "secrets")  # functions of an Extension
+
+
+@dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `rules`, `prepare`, `callbacks`, `notes`, `around` and `secrets` are functions, or "module:function" with a
-    module next to the declaration. They are called only if a flag of the extension is given, it has no flags, or
-    `is_always_used`.
+    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `around` and `secrets` are functions, or
+    "module:function" with a module next to the declaration. They are called only if a flag of the extension is given,
+    it has no flags, or `is_always_used`.
     """
 
     name: str
@@ -105,10 +119,14 @@ class Extension:
     check: "str | Callable[[RunArguments], None]" = ""
     # (plan) -> settings that cannot be combined, as in config/run_rules.py; the plan has its data
     rules: "str | Callable[[Plan], Iterable[Rule]]" = ""
+    # (plan) -> what the functions below find in plan.inputs[NAME], such as the content of a file that a flag names; the
+    # plan has its data. Raises ConfigError
+    inputs: "str | Callable[[Plan], Any]" = ""
     # (plan) -> None: raises ConfigError. For what takes long: on rank 0, before torch is imported, and in `check`
     prepare: "str | Callable[[Plan], None]" = ""
     callbacks: "str | Callable[[Plan], Iterable[Callback]]" = ""
     notes: "str | Callable[[Plan], Iterable[str]]" = ""  # about a plan, for `check` and the start of the run
+    record: "str | Callable[[Plan], Mapping[str, Any]]" = ""  # (plan) -> keys for the record of the start in run.json
     # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: the supervisor,
     # otherwise ds-pretrain, otherwise rank 0; its value is called with the exit code
     around: "str | Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]" = ""
@@ -128,8 +146,11 @@ class Extension:
     advice: Mapping[str, str] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""
+    # (record of run.json, events) -> expected losses of any run, or None: see monitor/expected.py
+    expectation: "str | Callable[..., Any]" = ""
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
     requires: tuple[str, ...] = ()  # modules of packages without which its flags are rejected
     module: str = ""  # of the declaration; set when it is found
@@ -159,7 +180,9 @@ class Extension:
 
     def is_used(self, args: "RunArguments") -> bool:
         """Return whether a run uses the extension: see above."""
-        return self.is_always_used or not self.flags or any(args.extensions.get(name, each.default) != each.default
+        if not self.flags:
+            return any(getattr(self, each) for each in _OF_A_RUN)
+        return self.is_always_used or any(args.extensions.get(name, each.default) != each.default
                                      for name, each in self.flags.items())
 
     def digest(self) -> str:
@@ -299,11 +322,23 @@ def rules_of(plan: "Plan") -> "Iterator[Rule]":
             yield from rules(plan)
 
 
+def inputs_of_extensions(plan: "Plan") -> dict[str, Any]:
+    """Return what the extensions that the run uses read for it, by their names. Raises ConfigError."""
+    return {each.name: read(plan) for each in extensions()
+            if each.is_used(plan.args) and (read := each.function("inputs"))}
+
+
 def prepare_extensions(plan: "Plan") -> None:
     """Call `prepare` of all extensions that the run uses. Raises ConfigError."""
     for each in extensions():
         if each.is_used(plan.args) and (prepare := each.function("prepare")):
             prepare(plan)
+
+
+def records_of_extensions(plan: "Plan") -> dict[str, Any]:
+    """Return the keys that all extensions add to the record of a start."""
+    return {key: value for each in extensions() if each.is_used(plan.args) and (record := each.function("record"))
+            for key, value in record(plan).items()}
 
 
 def run_files() -> tuple[str, ...]:

@@ -36,7 +36,6 @@ from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
 from pretrain.extension import callbacks_of, request_files
 from pretrain.monitor.announce import EARLY_STOP, announce_start
 from pretrain.monitor.batch_ramp import BatchRamp
-from pretrain.monitor.expected.report_curve import ReportCurve
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
 from pretrain.monitor.write_run_folder import RunFolder
@@ -98,8 +97,6 @@ def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
     yield from (EarlyStopping.of_flags(args), BatchRamp(), DataWatch(resume))
     if args.replica_check_interval:
         yield ReplicaCheck(args.replica_check_interval)
-    if plan.expected:
-        yield ReportCurve(plan.expected)
 
 
 def _trial(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> Trial:

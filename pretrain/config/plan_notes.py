@@ -15,9 +15,9 @@ from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.errors import format_number
 from pretrain.extension import notes_of_extensions
-from pretrain.model.config import find_config, preset_names, unread_keys
-from pretrain.model.general.own_models import is_model_code
+from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
+from pretrain.model.own_models import is_model_code
 from pretrain.model.tensor_core_sizes import size_notes
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "checkpoints/global_step*")
@@ -38,7 +38,8 @@ def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
             *_padding_notes(plan, data), *_router_notes(plan),
             *data.notes, *_split_notes(plan, data), *_epoch_notes(plan, data), *_packing_notes(data),
             *_evaluation_notes(plan, data), *_length_notes(plan), *rate_notes(plan), *_batch_notes(plan),
-            *_recipe_notes(plan), *_speed_notes(plan), *_size_notes(plan), *_mup_notes(plan))
+            *_recipe_notes(plan), *_speed_notes(plan), *_size_notes(plan), *_mup_notes(plan),
+            *notes_of_extensions(plan))
 
 
 def _unused_weights_notes(plan: Plan) -> list[str]:
@@ -227,14 +228,8 @@ def _recipe_notes(plan: Plan) -> list[str]:
 def _speed_notes(plan: Plan) -> list[str]:
     """Note which faster operators cannot be used, and why."""
     notes, args, model = [], plan.args, plan.model
-    if model.described:
-        notes.append(f"{model.architecture} is trained with the model's own modules: without tensor and sequence "
-                     "parallelism and this program's kernels" +
-                     (", so that --plain_operators has no effect" if args.plain_operators else ""))
-        if unread := unread_keys(model):
-            notes.append(f"{model.architecture} of transformers has no such key, and ignores it: {', '.join(unread)}")
+    notes += model.implementation.notes(plan)
     layout = plan.layout
-    notes += notes_of_extensions(plan)
     if plan.device.kind == "cuda" and layout.zero_stage == 2 and layout.data_parallel_size > 1 and \
             plan.get("zero_optimization.overlap_comm") is None:
         notes.append('zero_optimization.overlap_comm: DeepSpeed enables it at ZeRO-3 only; true reduces '

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from pretrain.config.check_expected_curve import check_corpus, expected_curve_notes, read_expected_curve
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_flags
@@ -26,8 +25,8 @@ from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements
 from pretrain.errors import ConfigError
-from pretrain.extension import rules_of
-from pretrain.model.general.own_models import import_own_model
+from pretrain.extension import inputs_of_extensions, rules_of
+from pretrain.model.own_models import import_own_model
 
 
 def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None,
@@ -39,7 +38,6 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     of a checkpoint or of --init_from.
     """
     plan = check_settings(args, world_size=world_size, device=device, saved_model=saved_model)
-    ladder = read_expected_curve(plan)
     needs_ends = [f"--{name}" for name in ("eod_mask_loss", "document_attention") if getattr(args, name)]
     data = open_run_data(plan.data, seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
                          vocab_size=plan.model.vocab_size, needs_ends=needs_ends, can_change_model=not has_weights,
@@ -52,14 +50,11 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     _check_positions(plan, data)
     _check_validation_data(plan, data)
     _check_evaluations(args, data)
-    notes = run_notes(plan, data)
-    if ladder is not None:
-        check_corpus(ladder, data.datasets)
-        notes = (*notes, *expected_curve_notes(ladder, plan))
     plan = replace(plan, datasets=data.datasets, tokenizer=data.tokenizer, eod_token=data.eod_token,
-                   unigram_entropy=data.unigram_entropy, expected=ladder["target"] if ladder else None, notes=notes)
+                   unigram_entropy=data.unigram_entropy)
     check_each(rules_of(plan), plan)
-    return plan
+    plan = replace(plan, inputs=inputs_of_extensions(plan))
+    return replace(plan, notes=run_notes(plan, data))
 
 
 def check_settings(args: RunArguments, *, world_size: int, device: Device,

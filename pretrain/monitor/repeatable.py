@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pretrain.cli import path_text
 from pretrain.config.flags.arguments import DEFAULTS, FLAGS
 from pretrain.extension import extensions
 
@@ -22,7 +23,7 @@ _REPEATED_FLAGS = """
     z_loss router_aux_loss router_z_loss expert_capacity_factor no_weight_decay decay_vectors
     gradient_value_clipping adaptive_clipping adaptive_clipping_window noise_scale_interval early_stopping_patience
     early_stopping_min_delta init_method init_std output_init_method mup_base_width embedding_dropout attention_dropout
-    residual_dropout log_interval eval_interval eval_steps note expected_curve deepspeed_log_level
+    residual_dropout log_interval eval_interval eval_steps note deepspeed_log_level
     save_interval exit_step async_save
     save_busy save_timeout keep_checkpoints keep_every keep_best override exit_after_minutes spike_policy
     spike_threshold spike_window max_bad_steps rollback_skip_steps max_rollbacks step_timeout first_step_timeout
@@ -71,7 +72,8 @@ _REPEATED_BLOCKS = """
     sequence_parallel_size use_data_before_expert_parallelism
 """
 REPEATED_BLOCKS = frozenset(_REPEATED_BLOCKS.split())
-_RELATIVE = ("init_from", "expected_curve")  # recorded as they were given; data and tokenizer are absolute
+# recorded as they were given; data and tokenizer are absolute
+_RELATIVE = ("init_from", *(name for name, flag in FLAGS.items() if flag.repeats and flag.parse is path_text))
 _FOLDERS = ("nvme_path",)  # keys of blocks: the user's flag or variable names the folder
 
 

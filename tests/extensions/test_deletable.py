@@ -1,5 +1,6 @@
 """Each extension is one folder: without it and its tests, all else works. Also a check that the core reaches none."""
 
+import importlib
 import json
 import os
 import shutil
@@ -17,9 +18,9 @@ from tests.support.launch import ROOT
 NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/extension.py"))
 # flags with which a run uses the extension; {}: it has none, and each run uses it
 USED: dict[str, dict[str, Any]] = {
-    "hints": {}, "notify": {"notify_command": "true"}, "profile": {"profile_steps": 1},
-    "replay": {"recompute_interval": 1}, "sanity": {"sanity_check": "true"},
-    "slow_ranks": {}, "tasks": {"show_predictions": 1}}
+    "hints": {}, "ladder": {"expected_curve": "ladder.json"}, "notify": {"notify_command": "true"},
+    "profile": {"profile_steps": 1}, "replay": {"recompute_interval": 1}, "sanity": {"sanity_check": "true"},
+    "slow_ranks": {}, "tasks": {"show_predictions": 1}, "wrapped": {}}
 
 
 def tree_without(name: str, folder: Path) -> Path:
@@ -59,6 +60,9 @@ def test_the_tree_without_an_extension(name: str, corpus: str, tmp_path: Path) -
              "save_interval": 2}
     words = [f"--{key}={value}" for key, value in given.items()]
     used = [f"--{key}={value}" for key, value in USED[name].items()]
+    if (ROOT / f"tests/extensions/{name}/used.py").is_file():  # the files that these flags name
+        importlib.import_module(f"tests.extensions.{name}.used").write_files(
+            tmp_path, [word.replace("ds.json", str(tmp_path / "ds.json")) for word in words])
     run("-m", "pretrain.train", *words, *used, "--exit_step=2", code=str(ROOT), cwd=tmp_path)
     assert "resumed from" in run("-m", "pretrain.train", *words, cwd=tmp_path)
     run("-m", "pretrain", "check", "--world_size=1", *words, cwd=tmp_path)

@@ -1,9 +1,9 @@
 """The documentation pages, their commands, and the reason for each command that test_quickstart.py does not run."""
 
-import importlib
 import re
 from pathlib import Path
 
+from tests.support.extensions import modules_of_extensions
 from tests.support.launch import ROOT
 
 README = ROOT / "README.md"
@@ -11,17 +11,16 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
-    "tools/training_data.md", "tools/weights.md", "tools/decoders.md", "tools/memory.md",
+    "tools/training_data.md", "tools/weights.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
     "tools/performance.md", "tools/measurements.md", "tools/metrics.md", "tools/report.md",
-    "tools/ladder.md",
     "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "pretrain/engine/patches/README.md", "pretrain/extensions/README.md",
-    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("pretrain/extensions/*/README.md"))), "tests/README.md",
+    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("pretrain/extensions/*/*.md"))), "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 
 _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
@@ -49,13 +48,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "DRY_GPU_COUNT=2 tools/dry_gpu/dry-gpu ds-pretrain --num_gpus 2 --config runs/quickstart/quickstart.yaml "
         "--deepspeed_config zero3_bf16 --gradient_accumulation_steps 2 --train_steps 4 --save runs/dry"),
     "needs the network": (
-        "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",
-        "git clone https://github.com/epoch-research/analyzing-chinchilla",
-        "awk -F, 'BEGIN {print \"run,parameters,tokens,loss\"} NR > 1 && $7 && $7 < 3.43 {printf "
-        "\"p%d,%s,%.8g,%s\\n\", NR, $4, $5 / 6 / $4, $7}' analyzing-chinchilla/data/svg_extracted_data.csv "
-        "> points.csv",
-        "ds-pretrain ladder --points points.csv",
-        "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling"),
+        "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
     "needs receivers and GPUs: tests/extensions/notify/test_follow_run.py": (
         "ds-pretrain supervise -- ds-pretrain --num_gpus 8 --config run.yaml --notify SLACK_URL MAIL_URL",
         "ds-pretrain --num_gpus 8 --config run.yaml --metrics_port 9100"),
@@ -88,7 +81,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "python -m tests.data.tokenizers.measure_encoding tinyshakespeare.txt tutor.ja.utf-8 tutor.ru.utf-8",),
     "takes minutes: tests/distributed/test_replay_samples.py with -m slow": (
         "python -m tests.extensions.replay.planted_documents",),
-    "takes minutes: tests/model/test_decoders.py": ("ds-pretrain models --prove --output tools/decoders.md",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/upstream/test_reproducers.py": (
         "python -m tests.upstream.reproduce",),
@@ -109,11 +101,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "runs/quickstart/data/train --seq_length 512 --micro_batch_size 8 --train_steps 9 --save_interval 0 "
         "--save runs/record_cost",
         "head -n 1 runs/record_cost/flight/start_0/rank_0.jsonl"),
-    "takes an hour; tests/commands/test_ladder.py trains smaller ones": (
-        "tools/ladder_grades/grade.sh python", "tools/ladder_grades/grade.sh gcide", "tools/ladder_grades/mixture.sh",
-        "ds-pretrain ladder --target run.yaml --budget 2h",
-        "ds-pretrain ladder --target run.yaml --budget 2h --gpu h100 --world_size 64",
-        "ds-pretrain --num_gpus 8 --config run.yaml --expected_curve runs/ladder/ladder.json"),
     "takes minutes; tests/test_claims.py repeats the other numbers of the page": (
         'run="ds-pretrain --num_accelerators 1 --config runs/quickstart/quickstart.yaml --micro_batch_size 16 '
         "--gradient_accumulation_steps 1 --lr_warmup_steps 1 --eval_interval 0 --eval_steps 1 --save_interval 0 "
@@ -173,15 +160,14 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
 }
 QUICKSTART = "launch/quickstart.sh"  # run before all pages
 
-# launch/first_run.md is for 16 GPUs. The tests run these commands with the
-# following changes: two CPU ranks, small models, few steps.
+# launch/first_run.md is for 16 GPUs. The tests run these commands with the following changes: two CPU ranks, small
+# models, few steps.
 SMALLER = {
     "--model 1.3B --gpu a100 --nodes 2 --gpus_per_node 8": "--model 1M --gpu cpu --world_size 2 --vocab_size 2000 "
     "--seq_length 64 --steps 4", "--vocab_size 32000": "--vocab_size 2000", "--hostfile hosts": "--num_accelerators 2",
     "check --config run.yaml --world_size 16 --gpu a100": "check --config run.yaml --world_size 2 --device cpu",
 }
-for _file in sorted(ROOT.glob("tests/extensions/*/page_commands.py")):
-    _module = importlib.import_module(f"tests.extensions.{_file.parent.name}.page_commands")
+for _module in modules_of_extensions("page_commands"):
     NOT_RUN_BECAUSE |= getattr(_module, "NOT_RUN_BECAUSE", {})
     SMALLER |= getattr(_module, "SMALLER", {})
 NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in commands}

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib
 import shlex
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from pretrain.commands import COMMANDS
+from tests.support.extensions import modules_of_extensions
 
 ROOT = Path(__file__).parents[2]
 LONG = "n" * 300
@@ -41,7 +41,6 @@ class Case:
 
 # Generated inputs that are valid: reason -> names of the cases
 LEGAL: dict[str, tuple[str, ...]] = {
-    "all decoders": ("models --prove (no value)",),
     "any text is valid": ("generate --prompt=", "generate --prompt=~/x",
                             "generate --stop=~/x", "generate --jsonl_key=~/x",
                             "prepare --jsonl_key=~/x",
@@ -61,13 +60,13 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "Gemma 3 nests these keys": ('gemma3_text rope_parameters: {"full_attention": {"rope_type": "default"}}',),
     "the default": ("gemma hidden_activation: null", "doctor --include=", "doctor --exclude=", "doctor --master_addr="),
 }
+NOTHING = object()  # a setting with this value is removed
 TRAIN = "pretrain/train.py"
 RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
        "train_steps": "50", "save": "{world}/run"}
 TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     TRAIN: [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check": [word for name, value in RUN.items() for word in (f"--{name}", value)],
-    "models": ["--prove", "llama"],
     "check-cluster": [],
     "doctor": [],
     "extensions": [],
@@ -98,7 +97,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tokenizer": ["{world}/text.txt", "--out", "{world}/out"],
     "supervise": ["--save", "{world}/run", "--", "true"],
     "quickstart": ["{world}/out"],
-    "ladder": ["--target", "{world}/target.yaml", "--budget", "1h", "--out", "{world}/out"],
     "reproduce": ["layouts", "--out", "{world}/out"],
     "new": ["{world}/new.yaml", "--data", "{world}/text.txt", "--tokenizer", "bytes", "--model", "tiny", "--gpu", "cpu",
             "--world_size", "2", "--seq_length", "64", "--overwrite"],
@@ -111,16 +109,17 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
 
 
 def of_extensions() -> list[ModuleType]:
-    """Return the modules wrong_inputs.py of the extensions' tests, which may have TOOLS, LEGAL, WRONG, OUTPUT_FILES and
-    LINES.
+    """Return the modules wrong_inputs.py of the extensions' tests.
+
+    They may have TOOLS, LEGAL, WRONG, OUTPUT_FILES, LINES and write_files.
     """
-    files = sorted(Path(__file__).parents[1].glob("extensions/*/wrong_inputs.py"))
-    return [importlib.import_module(f"tests.extensions.{file.parent.name}.wrong_inputs") for file in files]
+    return list(modules_of_extensions("wrong_inputs"))
 
 
 for _module in of_extensions():
     # None: the flags of a run are a valid command line
     TOOLS |= {name: words or TOOLS[TRAIN] for name, words in getattr(_module, "TOOLS", {}).items()}
+    LEGAL |= getattr(_module, "LEGAL", {})
 
 
 def case_of(name: str, program: str, line: str, culprit: str, files: dict[str, bytes] | None = None) -> Case:

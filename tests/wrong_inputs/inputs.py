@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tests.wrong_inputs.case import RUN, Case, of_extensions
+from tests.wrong_inputs.case import NOTHING, RUN, Case, of_extensions
 
 BASE: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -15,7 +15,6 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
     "zero_optimization": {"stage": 1},
 }
-NOTHING = object()  # this value removes the key
 
 
 def z(name: str, value: Any, stage: int = 3) -> dict[str, Any]:
@@ -46,21 +45,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # the file
     ({}, {"deepspeed_config": NOTHING}, "--deepspeed_config: found nothing"),
     ({}, {"note": "x" * 2001}, "--note: found 2001 characters; expected at most 2000"),
-    *(({}, {"expected_curve": f"{{world}}/{file}"}, f"--expected_curve: {problem}") for file, problem in (
-        ("none.json", "{world}/none.json cannot be used: No such file or directory. Write it with ds-pretrain ladder"),
-        ("list.json", " ... it is [] instead of an object"), ("broken.json", " ... cannot be used: "),
-        ("ladder-format.json", ' ... its "format" is not "ds-pretrain ladder 1"'),
-        ("ladder-short.json", " ... target.curve has fewer than two points"),
-        ("ladder-text.json", ' ... target.curve[0].loss is "low" instead of a number'),
-        ("ladder-vocabulary.json", "the ladder is for a vocabulary of 7 tokens, and this run has "),
-        ("ladder-family.json", "the ladder is for the family llama, and this run has gpt2"),
-        ("ladder-parameters.json", "the ladder is for 1,500,000,000 parameters (without embeddings and head), and "),
-        ("ladder-batch.json", "the ladder is for 128 tokens in a step, and this run has 64. Use the batch of"),
-        ("ladder-data.json", "the ladder is for the data other (abababab), and this run has corpus ("))),
     ({}, {"flight_steps": 0, "flight_interval": 5}, "--flight_interval: it has no effect"),
-    ({}, {"expected_curve": "{world}/ladder-right.json", "label_smoothing": 0.1}, "--expected_curve / --label_smooth"),
-    ({}, {"expected_curve": "{world}/ladder-right.json", "init_from": "{world}/hf", "model": NOTHING},
-     "--expected_curve / --init_from: found both"),
     ({}, {"deepspeed_config": "{world}/broken.json"}, "broken.json:2"),
     ({}, {"deepspeed_config": "{world}/twice.json"}, "twice.json:2: train_batch_size"),
     ({}, {"deepspeed_config": "{world}/list.json"}, "expected an object"),

@@ -45,8 +45,6 @@ _KINDS: dict[str, Problem] = {
     "silent": Problem("{reason}", "look at the launcher's output, and at the machine of rank 0", ("start",)),
     "guard": Problem("the guard against bad steps stopped the run: {reason}",
                      "another start alone does not help", ("start",)),
-    "off_curve": Problem("the loss left the expected curve: {reason}",
-                         "go through the likely causes that the event names", ("on_curve", "finished")),
     "save_failed": Problem("a checkpoint was not written: {reason}", "make space, or repair the storage",
                            ("save", "start")),
     "after_save_failed": Problem("a checkpoint was not mirrored, or older ones not removed: {reason}",

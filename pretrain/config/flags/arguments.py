@@ -252,9 +252,6 @@ class RunArguments:
     note: str | None = LOGGING.flag(
         None, "why this run: a text that run.json, the report, `ds-pretrain summary` and the monitors show; a resume "
         "may change it", metavar="TEXT")
-    expected_curve: str | None = LOGGING.flag(
-        None, "ladder.json of `ds-pretrain ladder`: the report shows its expected losses, and an event and a line in "
-        "the log say when the training loss leaves them; a resume may change it", parse=path_text, metavar="FILE")
     trackio: str | None = LOGGING.flag(
         None, "Trackio project that gets the values of metrics.jsonl, as the monitors of the DeepSpeed JSON do; needs "
         "the package trackio", metavar="PROJECT")

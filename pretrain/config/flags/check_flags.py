@@ -85,12 +85,6 @@ def _check_checkpoint_flags(args: RunArguments) -> None:
 
 def _check_steering_flags(args: RunArguments) -> None:
     named_overrides(args)
-    if args.expected_curve is not None and args.init_from is not None:
-        raise ConfigError("--expected_curve / --init_from", found="both", expected="one of the two",
-                          remedy="a ladder predicts the losses of a run that begins with random weights")
-    if args.expected_curve is not None and args.dataset_module is not None:
-        raise ConfigError("--expected_curve / --dataset_module", found="both", expected="one of the two",
-                          remedy="a ladder predicts the losses of a run on its own corpus, of token files")
     if args.resume_from is not None and args.init_from is not None:
         raise ConfigError("--resume_from", found=f"also --init_from {args.init_from}", expected="one of the two",
                           remedy="--resume_from continues a run with its optimizer states; --init_from takes weights "

@@ -20,7 +20,7 @@ from torch import nn
 
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import checksum
-from pretrain.extensions.replay.layer_hooks import add_hooks, first_tensor, layer_of, layers_of
+from pretrain.engine.layer_hooks import add_hooks, first_tensor, layer_of, layers_of
 
 FORWARD, BACKWARD = "forward", "backward"
 

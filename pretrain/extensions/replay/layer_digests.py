@@ -16,9 +16,9 @@ from deepspeed import DeepSpeedEngine
 from pretrain.callback import UpdatePart
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import checksum, combined_checksum, reduced_gradients
+from pretrain.engine.layer_hooks import add_hooks, layer_of, layers_of, operators_of
 from pretrain.engine.phases import new_event
 from pretrain.engine.update import REDUCED_DIGEST
-from pretrain.extensions.replay.layer_hooks import add_hooks, layer_of, layers_of, operators_of
 
 _PREVIOUS = 3  # factor of the checksum of the micro-batches before: odd, so that no bit is lost modulo 2^64
 

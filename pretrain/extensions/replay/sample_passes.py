@@ -25,6 +25,7 @@ from pretrain.data.loader import MicroBatch, tokens_of
 from pretrain.data.samples.read_order import ReadOrder
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.attachments import attachments
+from pretrain.engine.layer_hooks import layer_of
 from pretrain.engine.single_steps import norm_of_all_parts, train_without_overflow
 from pretrain.engine.steps import (
     data_parallel_rank,
@@ -36,7 +37,6 @@ from pretrain.engine.steps import (
 )
 from pretrain.engine.token_scores import score_tokens
 from pretrain.engine.update_guard import UpdateGuard
-from pretrain.extensions.replay.layer_hooks import layer_of
 
 _SAVED = "examined"  # folder of the saved state, in the run folder of the replay
 
