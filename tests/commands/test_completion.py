@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.commands import COMMANDS
 from pretrain.config.schedule import KINDS
 from pretrain.memory.hardware import GPUS
 from pretrain.shipped import TEMPLATES, layout_names
@@ -18,7 +19,7 @@ from tests.cluster.workers.packages import need_packages
 ZERO3 = [name for name in layout_names() if name.startswith("zero3")]
 # words of a command line, of which the last one is completed -> what is offered
 OFFERED = {
-    "ch": ["check", "check-cluster", "checkpoint"],
+    "che": sorted(name for name in COMMANDS if name.startswith("che")),
     "check --deepspeed_config zero3": ZERO3,
     "check --world_size 2 --deepspeed_config zero3": ZERO3,
     "--num_gpus 8 --deepspeed_config zero3": ZERO3,
