@@ -74,7 +74,7 @@ def test_zsh(folder: Path) -> None:
     try:
         os.write(terminal, b"fpath=($PWD $fpath); autoload -Uz compinit; compinit -u -D; echo $((6 * 7))_ready\n")
         read_until("42_ready")
-        for words in ("check --deepspeed_config zero3", "ch", "compare --model gpt2-", "checkpoint prune --keep_"):
+        for words in ("check --deepspeed_config zero3", "che", "compare --model gpt2-", "checkpoint prune --keep_"):
             os.write(terminal, f"ds-pretrain {words}\t\t".encode())  # the second TAB lists the candidates
             read_until(*OFFERED[words])
             os.write(terminal, b"\x15")  # erases the line

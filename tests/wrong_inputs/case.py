@@ -57,7 +57,7 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "ALiBi takes no memory": ("bloom seq_length: 1000000000", "mpt max_seq_len: 1000000000"),
     "all layers have a window": ("qwen2 max_window_layers: 0",),
     "Gemma 3 nests these keys": ('gemma3_text rope_parameters: {"full_attention": {"rope_type": "default"}}',),
-    "the default": ("gemma hidden_activation: null"),
+    "the default": ("gemma hidden_activation: null",),
 }
 NOTHING = object()  # a setting with this value is removed
 TRAIN = "pretrain/train.py"
