@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.plan import Plan
+    from pretrain.model.operator_memory import OperatorMemory
+    from pretrain.model.operators import Kernels
 
 API = 1  # version of this interface and of `callback.py`
 ENTRY_POINTS = "ds_pretrain.extensions"
@@ -80,6 +82,10 @@ class Extension:
     commands: Mapping[str, Command] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
+    operators: "str | Callable[[], Kernels]" = ""
+    # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
+    operator_memory: "str | Callable[[], OperatorMemory]" = ""
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
     requires: tuple[str, ...] = ()  # modules of packages without which its flags are rejected
     module: str = ""  # of the declaration; set when it is found

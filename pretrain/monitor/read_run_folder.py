@@ -38,7 +38,6 @@ class Start(TypedDict, total=False):
     schedule: Annotated[dict[str, Any], _Schedule] | None
     expected_curve: dict[str, Any] | None
     layer_times: dict[str, Any] | None
-    cpu_kernels: dict[str, bool] | None
     versions: dict[str, Any]
     hosts: list[str]
 

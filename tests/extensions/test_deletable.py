@@ -15,7 +15,7 @@ from tests.support.launch import ROOT
 
 NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/extension.py"))
 # flags with which a run uses the extension
-USED = {"notify": {"notify_command": "true"}, "replay": {"recompute_interval": 1}}
+USED = {"cpu_kernels": {}, "notify": {"notify_command": "true"}, "replay": {"recompute_interval": 1}}
 
 
 def tree_without(name: str, folder: Path) -> Path:
