@@ -3,8 +3,8 @@
 Flags without a subcommand belong to `train`. Subcommands that run on several ranks take the launcher's flags, too:
 
     ds-pretrain --num_gpus 2 --config run.yaml
-    ds-pretrain sanity --num_gpus 2 --config run.yaml
-    srun ds-pretrain sanity --config run.yaml           # another launcher starts the ranks
+    ds-pretrain evaluate --num_gpus 2 runs/gpt2
+    srun ds-pretrain evaluate runs/gpt2                 # another launcher starts the ranks
 """
 
 import os
@@ -21,6 +21,7 @@ from pretrain import __version__
 from pretrain.cli import run_main
 from pretrain.commands import COMMANDS
 from pretrain.errors import ConfigError, shorten
+from pretrain.old_names import MOVED_COMMANDS
 
 _USAGE = """usage: ds-pretrain [train] [flags of the launcher] [flags of the run]
        ds-pretrain SUBCOMMAND [flags] (its --help lists the flags)
@@ -47,7 +48,8 @@ def main() -> int:
         words = words[1:]
     elif first and not first.startswith("-") and not first.endswith(".py"):
         raise ConfigError("ds-pretrain", problem=f"there is no subcommand {shorten(first)!r}",
-                          remedy="ds-pretrain --help lists them", word=first, known=COMMANDS)
+                          remedy=MOVED_COMMANDS.get(first, "ds-pretrain --help lists them"),
+                          word="" if first in MOVED_COMMANDS else first, known=COMMANDS)
     name = first if first in COMMANDS else "train"
     try:
         os.getcwd()

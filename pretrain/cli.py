@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import functools
 import math
 import os
 import re
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from pretrain.errors import CRASHED, ConfigError, one_line, shorten
+from pretrain.old_names import current_name
 from pretrain.printable_output import OutputError, drop_lost_output, escape_output
 
 LARGEST_INT = 2**63 - 1
+OWNED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one owns the start of the run
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
 _LONGEST_PROBLEM = 1000  # characters
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(?:::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
@@ -50,13 +53,19 @@ class Parser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         self._words = words[:end]
+        for name in (word.partition("=")[0] for word in self._words if word.startswith("--")):
+            if self._as_declared(name) == f"--{current_name(name[2:])}":
+                note_old_name(name[2:], "command line")
         return super().parse_known_args([self._as_declared(word) for word in words[:end]] + words[end:], namespace)
 
     def _as_declared(self, word: str) -> str:
-        """Return the word in the declared spelling: --no_append-eod=1 becomes --no-append_eod=1."""
+        """Return the word as it is declared: --no_append-eod=1 becomes --no-append_eod=1, and old names become new."""
         name, equals, value = word.partition("=")
-        declared = {option.replace("-", "_"): option for option in self._option_string_actions}
-        return declared.get(name.replace("-", "_"), name) + equals + value if word.startswith("--") else word
+        if not word.startswith("--"):
+            return word
+        declared = {option[2:].replace("-", "_"): option for option in self._option_string_actions}
+        bare = name[2:].replace("-", "_")
+        return declared.get(bare, declared.get(current_name(bare), name)) + equals + value
 
     def takes_value(self, word: str) -> bool | None:
         """Return whether the flag `word` is followed by a value; None for a word that is not a flag of this parser."""
@@ -222,6 +231,13 @@ def new_prefix(word: str) -> str:
 def say(line: str) -> None:
     """Print a line to stderr for the operator."""
     print(f"ds-pretrain: {line}\n", end="", file=sys.stderr, flush=True)  # one write: threads may print, too
+
+
+@functools.cache
+def note_old_name(name: str, where: str) -> None:
+    """Print a note if a flag has another name today: once, by the process whose user has typed it."""
+    if current_name(name) != name.replace("-", "_") and os.environ.get("RANK", "0") == "0" and OWNED not in os.environ:
+        say(f"{where}: note: {name} is called {current_name(name)} now")
 
 
 def next_line(command: str) -> list[str]:

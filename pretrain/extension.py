@@ -24,13 +24,15 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.cli import say
+from pretrain.cli import OWNED, say
 from pretrain.errors import ConfigError, shorten
 from pretrain.own_code import described, import_own_module
+from pretrain.paths import RUN_FILES
 
 if TYPE_CHECKING:
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
+    from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
     from pretrain.model.operator_memory import OperatorMemory
     from pretrain.model.operators import Kernels
@@ -39,7 +41,6 @@ API = 1  # version of this interface and of `callback.py`
 ENTRY_POINTS = "ds_pretrain.extensions"
 BUILT_IN_EXTENSIONS = "pretrain.extensions"
 BUILT_IN = "built in"  # see Extension.origin
-OWNED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one owns the start of the run
 SUPERVISOR, LAUNCHER, RANK_0 = "the supervisor", "ds-pretrain", "rank 0"  # owners of a start: see Extension.around
 
 
@@ -51,6 +52,7 @@ class Command:
     help: str
     module: str  # full name, or relative to the module of the declaration: ".main"
     function: str = "main"
+    runs_on_ranks: bool = False  # on one or several, and takes the flags of the launcher
 
     def load(self) -> Callable[[], Any]:
         """Import the module, and return the function."""
@@ -58,12 +60,42 @@ class Command:
         return found
 
 
+def _one(text: str) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class RequestFile:
+    """A file by which a user asks something of a run that trains: made in its folder, and removed by rank 0.
+
+    `Callback.requested` then gets a number on all ranks after the same step: `request.asked[NAME]`.
+    """
+
+    number: Callable[[str], int] = _one  # (text of the file) -> a number from 1 to 2**31 - 1; must not raise
+    answer: str = ""  # what the run says that it does, also in the event "signal"; "": it says nothing
+    by_signal: bool = False  # the signal SIGUSR2 to a rank does the same as an empty file
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an event of events.jsonl means for people: the summary and the report of a run list what went wrong."""
+
+    text: str = ""  # what happened; {reason} is that of the event
+    advice: str = ""  # what to do; {run}, {step} and {path} are replaced
+    over: tuple[str, ...] | None = None  # events after which it is over; None: it is over at once
+    # the problem began at the step "since" of the event, and lasts until an event of `over` with one of its "ranks"
+    is_phase: bool = False
+    # (event, ranks and hosts as text, is_over=) -> text, advice, and what shows it; in place of the two above
+    describe: "str | Callable[..., tuple[str, str, str]]" = ""
+
+
 @dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `callbacks`, `notes`, `around` and `secrets` are functions, or "module:function" with a module next to the
-    declaration. They are called only if a flag of the extension is given, it has no flags, or `is_always_used`.
+    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `around` and `secrets` are functions, or
+    "module:function" with a module next to the declaration. They are called only if a flag of the extension is given,
+    it has no flags, or `is_always_used`.
     """
 
     name: str
@@ -72,20 +104,42 @@ class Extension:
     settings: type[Any] | None = None  # a frozen dataclass; its fields are flags, made by `Group.flag`
     # (args) -> None: raises ConfigError for values that cannot be used; before a process group forms
     check: "str | Callable[[RunArguments], None]" = ""
+    # (plan) -> settings that cannot be combined, as in config/run_rules.py; the plan has its data
+    rules: "str | Callable[[Plan], Iterable[Rule]]" = ""
+    # (plan) -> what the functions below find in plan.inputs[NAME], such as the content of a file that a flag names; the
+    # plan has its data. Raises ConfigError
+    inputs: "str | Callable[[Plan], Any]" = ""
+    # (plan) -> None: raises ConfigError. For what takes long: on rank 0, before torch is imported, and in `check`
+    prepare: "str | Callable[[Plan], None]" = ""
     callbacks: "str | Callable[[Plan], Iterable[Callback]]" = ""
     notes: "str | Callable[[Plan], Iterable[str]]" = ""  # about a plan, for `check` and the start of the run
+    record: "str | Callable[[Plan], Mapping[str, Any]]" = ""  # (plan) -> keys for the record of the start in run.json
     # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: the supervisor,
     # otherwise ds-pretrain, otherwise rank 0; its value is called with the exit code
     around: "str | Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]" = ""
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
+    requests: Mapping[str, RequestFile] = field(default_factory=dict)  # by the names of the files
+    files: tuple[str, ...] = ()  # in the run folder, that `RunFolder.append` writes
+    # title -> key of these rows -> unit and definition: for `ds-pretrain reference metrics`
+    rows: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
+    # event of events.jsonl -> keys besides time, event, step and reason, separated by spaces; and its meaning
+    events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    problems: Mapping[str, Problem] = field(default_factory=dict)  # by event
+    # key that its callbacks add to rows of training -> unit, and definition
+    metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    advice: Mapping[str, str] = field(default_factory=dict)  # situation of the core -> what to do: see `advice_on`
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
     operators: "str | Callable[[], Kernels]" = ""
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
+    # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
+    hints: "str | Callable[..., Iterable[Any]]" = ""
+    # (record of run.json, events) -> expected losses of any run, or None: see monitor/expected.py
+    expectation: "str | Callable[..., Any]" = ""
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
     requires: tuple[str, ...] = ()  # modules of packages without which its flags are rejected
     module: str = ""  # of the declaration; set when it is found
@@ -235,10 +289,59 @@ def check_extensions(args: "RunArguments") -> None:
             check(args)
 
 
+def problems() -> dict[str, Problem]:
+    """Return the problems of all extensions by event. `describe` is a function, or ""."""
+    return {event: dataclasses.replace(problem, describe=each.load(problem.describe))
+            if isinstance(problem.describe, str) and problem.describe else problem
+            for each in extensions() for event, problem in each.problems.items()}
+
+
 def callbacks_of(plan: "Plan") -> "list[Callback]":
     """Return the callbacks of all extensions that the run uses."""
     return [callback for each in extensions() if each.is_used(plan.args) and (make := each.function("callbacks"))
             for callback in make(plan)]
+
+
+def rules_of(plan: "Plan") -> "Iterator[Rule]":
+    """Yield the rules of all extensions that the run uses."""
+    for each in extensions():
+        if each.is_used(plan.args) and (rules := each.function("rules")):
+            yield from rules(plan)
+
+
+def inputs_of_extensions(plan: "Plan") -> dict[str, Any]:
+    """Return what the extensions that the run uses read for it, by their names. Raises ConfigError."""
+    return {each.name: read(plan) for each in extensions()
+            if each.is_used(plan.args) and (read := each.function("inputs"))}
+
+
+def prepare_extensions(plan: "Plan") -> None:
+    """Call `prepare` of all extensions that the run uses. Raises ConfigError."""
+    for each in extensions():
+        if each.is_used(plan.args) and (prepare := each.function("prepare")):
+            prepare(plan)
+
+
+def records_of_extensions(plan: "Plan") -> dict[str, Any]:
+    """Return the keys that all extensions add to the record of a start."""
+    return {key: value for each in extensions() if each.is_used(plan.args) and (record := each.function("record"))
+            for key, value in record(plan).items()}
+
+
+def run_files() -> tuple[str, ...]:
+    """Return the names of the files that a run may write into its folder."""
+    return (*RUN_FILES, *(name for each in extensions() for name in each.files))
+
+
+def request_files(args: "RunArguments") -> dict[str, RequestFile]:
+    """Return the files by which a user can ask something of the extensions that the run uses: equal on all ranks."""
+    return dict(sorted((name, file) for each in extensions() if each.is_used(args)
+                       for name, file in each.requests.items()))
+
+
+def advice_on(situation: str) -> list[str]:
+    """Return what extensions advise in a situation."""
+    return [each.advice[situation] for each in extensions() if situation in each.advice]
 
 
 def notes_of_extensions(plan: "Plan") -> list[str]:

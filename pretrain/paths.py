@@ -17,11 +17,8 @@ from pretrain.errors import ConfigError, shorten
 
 STOP_FILE = "STOP"  # in the run folder: the run saves and stops, and is not started again while the file exists
 SAVE_FILE = "SAVE"  # in the run folder: the run saves a checkpoint, then removes the file
-PROFILE_FILE = "PROFILE"  # in the run folder: the run removes the file and profiles its next steps
-RECORD_FILE = "RECORD"  # in the run folder: the run removes the file and keeps a copy of the flight record
-RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "rollbacks.jsonl",
-             "predictions.jsonl")  # in the run folder: a run writes them
-PROFILES_FOLDER = "profiles"  # in the run folder: traces, tables of operators, outputs of DeepSpeed's profilers
+RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "rollbacks.jsonl")  # in the run folder: a run writes them
+PROFILES_FOLDER = "profiles"  # in the run folder: outputs of profilers
 
 _MANY_FILES, FILE_THREADS = 64, 16  # `for_each_file`
 _Item = TypeVar("_Item")

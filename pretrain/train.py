@@ -6,7 +6,6 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules shadow none of the standard library's
     if not getattr(sys.flags, "safe_path", False):  # python -P and PYTHONSAFEPATH (3.11) put no folder first
@@ -16,8 +15,6 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
 
     restart_with_jemalloc()
 
-from pretrain.analysis.evaluate.task_files import find_run_tasks
-from pretrain.callback import Callback
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
@@ -32,7 +29,7 @@ from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.deterministic import operator_without_variant
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, ConfigError, CorruptionError, GuardError, SaveError
-from pretrain.extension import RANK_0, around_run
+from pretrain.extension import RANK_0, around_run, prepare_extensions
 from pretrain.remote import StoreError
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import RankGuards, TimeOuts, rank_guards
@@ -81,21 +78,19 @@ def run(args: RunArguments, world: World) -> int:
     # the ranks choose the checkpoint again later
     start = check_start(args, world_size=world.size, device=device, complete=world.rank == 0,
                         first_of_host=world.local_rank == 0)
-    tasks = find_run_tasks(args) if world.rank == 0 else None
+    if world.rank == 0:
+        prepare_extensions(start.plan)
     time_outs = TimeOuts.from_flags(args)
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash
     with around_run(args, RANK_0, active=world.rank == 0) as report, \
             rank_guards(Path(args.save), world, time_outs, launcher) as guards:
-        code = _train(start, world, device, guards, tasks)
+        code = _train(start, world, device, guards)
         report(code)
         return code
 
 
-def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks: Any) -> int:
-    """Import torch and DeepSpeed, then train a validated run. `tasks`: result of `find_run_tasks` on rank 0.
-
-    Returns the exit code.
-    """
+def _train(start: Start, world: World, device: Device, guards: RankGuards) -> int:
+    """Import torch and DeepSpeed, then train a validated run. Returns the exit code."""
     plan = start.plan
     status("loading torch and DeepSpeed")
     with importing(), workarounds():
@@ -111,11 +106,7 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards, tasks
 
     watch = MemoryWatch.before_build(plan, world)
     try:
-        callbacks: list[Callback] = [watch]
-        if plan.args.eval_tasks is not None:
-            from pretrain.analysis.evaluate.run_tasks import RunTasks
-            callbacks.append(RunTasks(tasks))
-        return train(plan, world, callbacks, guards, start.weights)
+        return train(plan, world, [watch], guards, start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         if operator := operator_without_variant(error):
             raise ConfigError("--deterministic", problem=f"torch has no deterministic variant of {operator}, which the "

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pretrain.analysis.sanity.run_checks import check_before_start
-from pretrain.callback import Callback, Callbacks, Run
+from pretrain.callback import Callback, Callbacks, Run, Trial
 from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import InitialWeights
@@ -27,7 +26,6 @@ from pretrain.distributed.process_group import init_process_group, leave_process
 from pretrain.distributed.world import World
 from pretrain.engine.attachments import attachments
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
-from pretrain.engine.collective_waits import measure_waits
 from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.phases import time_phases
 from pretrain.engine.recipe import keep_states
@@ -35,17 +33,11 @@ from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
-from pretrain.extension import callbacks_of
+from pretrain.extension import callbacks_of, request_files
 from pretrain.monitor.announce import EARLY_STOP, announce_start
 from pretrain.monitor.batch_ramp import BatchRamp
-from pretrain.monitor.expected.report_curve import ReportCurve
-from pretrain.monitor.hints.report_hints import ReportHints
 from pretrain.monitor.meter import Meter
-from pretrain.monitor.predictions import Predictions
-from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
-from pretrain.monitor.slow_rank_watch import SlowRankWatch
-from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch, wait_for_stores
 from pretrain.resilience.early_stopping import EarlyStopping, early_end_line
@@ -77,8 +69,9 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
         plan = resume.plan
     call = Callbacks([*_core_callbacks(plan, resume), *callbacks])
     call.connected(plan)
-    if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
-        _check_sanity(plan, world, guards, lambda plan: _build(plan, resume, weights, guards.watchdog).engine)
+    if resume is None or resume.manifest.weights_only:
+        call.before_engine(_trial(plan, world, guards,
+                                 lambda plan: _build(plan, resume, weights, guards.watchdog).engine))
     start = _build(plan, resume, weights, guards.watchdog, call)
     plan = plan_as_built(plan, start.engine)
     with Screen(active=world.rank == 0) as screen:
@@ -101,26 +94,19 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
 def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
     """Yield the callbacks that the core brings; each says in its class when it runs."""
     args = plan.args
-    yield from (EarlyStopping.of_flags(args), BatchRamp(), Profiler(), DataWatch(resume), ReportHints(),
-                SlowRankWatch())
+    yield from (EarlyStopping.of_flags(args), BatchRamp(), DataWatch(resume))
     if args.replica_check_interval:
         yield ReplicaCheck(args.replica_check_interval)
-    if args.show_predictions:
-        yield Predictions()
-    if args.pipeline_timeline:
-        yield PipelineTimeline(args.pipeline_timeline)
-    if plan.expected:
-        yield ReportCurve(plan.expected)
 
 
-def _check_sanity(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> None:
-    """Run the sanity checks on engines of their own. Raises ConfigError if one fails."""
+def _trial(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> Trial:
+    """Return what callbacks may use before the engine of the run is built."""
     def report(activity: str) -> None:
-        guards.watchdog.enter("sanity", 0)
-        status(f"sanity check: {activity}")
+        guards.watchdog.enter("trial", 0)
+        status(activity)
 
     folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm)
-    check_before_start(plan, build, folder, report, active=world.rank == 0)
+    return Trial(plan, build, folder, report)
 
 
 @dataclass(frozen=True)
@@ -191,12 +177,12 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: Callbac
                        warn=screen.line)
     own = attachments(engine)
     own.phase_timers = time_phases(engine)
-    measure_waits(own.phase_timers)
     meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step, phases=own.phase_timers,
                   update_size=measure_updates(engine, functools.partial(owned_weights, engine)), callbacks=callbacks)
     saver = Saver(plan, folder, screen)
     requests = Requests(engine.device, folder, guards.launcher, exit_after_minutes=plan.args.exit_after_minutes,
-                        committed_step=lambda: saver.committed_step, report=screen.line)
+                        committed_step=lambda: saver.committed_step, report=screen.line,
+                        asked=request_files(plan.args))
     wait_for_stores(plan, guards.watchdog, screen, rank=world.rank)
     # after `Requests`: who waits for the start's event may send a signal, which must then be a request to save
     announce_start(plan, world, screen, folder, first_step=start.step,

@@ -28,14 +28,11 @@ from pretrain.memory.measure.measure_run import RANK_MODULE
 from tests.data.prepare.test_worker_pool import make_square
 from tests.support.cases import config, flags
 
-# they run alone, with DeepSpeed and torch only
-STANDALONE = ROOT / "pretrain/engine/patches/reproducers"
-SOURCES = [path for folder in ("pretrain", "tools", "launch") for path in sorted((ROOT / folder).rglob("*.py"))
-           if STANDALONE not in path.parents]
+SOURCES = [path for folder in ("pretrain", "tools", "launch") for path in sorted((ROOT / folder).rglob("*.py"))]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch/slurm").glob("*.sbatch"))]
 PACKAGES = ("pretrain", "torch", "numpy", "deepspeed", "transformers", "yaml", "psutil", "sitecustomize",
             "usercustomize", "sentencepiece", "tokenizers", "fsspec", "ninja", "packaging")
-IMPORTS_TORCH = {"pretrain.commands.models.all_decoders", "pretrain.engine.patches.run_forks"}
+IMPORTS_TORCH = {"pretrain.commands.models.all_decoders"}
 
 
 @pytest.fixture(scope="module")

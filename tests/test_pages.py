@@ -42,7 +42,7 @@ def _named_paths(page: Path) -> list[str]:
 
 
 def test_every_page_is_listed() -> None:
-    found = {page for pattern in ("*.md", ".github/*.md", "tools/dry_gpu/*.md", "pretrain/extensions/**/*.md",
+    found = {page for pattern in ("*.md", ".github/*.md", "tools/dry_gpu/*.md", "pretrain/**/*.md",
                                   *(f"{folder}/*.md" for folder in _FOLDERS)) for page in ROOT.glob(pattern)}
     assert found == set(PAGES)
 
@@ -140,10 +140,10 @@ def test_commands_that_are_not_run_are_on_a_page_and_name_existing_files_and_fla
     assert command in named, "no page has this command any more"
     files = [word for word in command.split() if word.split("/")[0] in _FOLDERS and "/" in word]
     assert [word for word in files if not (ROOT / word).exists()] == []
-    programs = re.findall(r"launch/\w+\.sh|tests\.chaos|tests\.support\.slow_ranks", command)
+    programs = re.findall(r"launch/\w+\.sh|tests\.chaos|tests\.extensions\.\w+\.\w+", command)
     programs += [f"pretrain {word}" for word in command.split() if word in COMMANDS]
     programs += [f"pretrain {words}" for words in re.findall(r"ds-pretrain ((?:data|inspect|checkpoint) \w+)", command)]
-    programs += ["pretrain prepare"] * ("prepare.sbatch" in command)
+    programs += ["pretrain prepare"] * ("prepare.sbatch" in command) + re.findall(r"tools/\w+\.py", command)
     known = set().union(*map(_known_flags, {*programs, "pretrain train"}))
     of_others = {"deepspeed": {"module"}, "dry-gpu": {"setup", "random"},
                  "sbatch": {"parsable", "array", "dependency", "kill"}}

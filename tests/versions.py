@@ -32,7 +32,7 @@ TESTS = ("tests/distributed/test_parity.py", "tests/distributed/checkpoint/test_
          "tests/distributed/test_upstream_ranks.py", "tests/distributed/test_skipped_updates.py",
          "tests/distributed/test_pipelines.py", "tests/model", "tests/checkpoint/test_export_hf.py",
          "tests/checkpoint/test_import.py")
-SLOW_TESTS = ("tests/distributed/test_reproducers.py",)
+SLOW_TESTS = ("tests/upstream/test_reproducers.py",)
 FOR_TESTS = ("pytest", "hypothesis", "pyarrow", "accelerate")
 OWN_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 SHOWN = ("torch", "deepspeed", "transformers", "numpy")

@@ -1,5 +1,5 @@
 """Tools for existing runs: the summary and loss plot of a run folder, text generation and evaluation.
 
 Imports checkpoint/, monitor/, engine/, config/, data/, model/, distributed/, terminal, cli and errors; never the
-trainer, cluster/ or bench/.
+trainer or cluster/.
 """

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, parse_head, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.run_checkpoints import parse_head, read_manifest
 from pretrain.checkpoint.format.verify import damaged_checkpoint, reject_damaged
 from pretrain.checkpoint.load.find_checkpoint import (
     find_checkpoint,

@@ -1,5 +1,5 @@
 """Launchers for one or several hosts: preflight checks, SLURM jobs, the supervisor, and the cluster health check.
 
-This folder imports checkpoint, config, distributed, engine, monitor, cli and errors. It never imports bench/ or
+This folder imports checkpoint, config, distributed, engine, monitor, cli and errors. It never imports the
 trainer.
 """

@@ -7,7 +7,6 @@ import os
 import sys
 from dataclasses import replace
 
-from pretrain.analysis.evaluate.task_files import find_run_tasks
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check, before_check
@@ -19,6 +18,7 @@ from pretrain.config.schedule import rates_text, schedule_text
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError, counted
+from pretrain.extension import prepare_extensions
 from pretrain.memory.hardware import find_gpu
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.memory.step_time.kernel_time import more_flops
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ConfigError("--train_data", problem=f"{prefix} does not exist yet", remedy=f"first: {command}")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which some models need, would detect one and warn
     start = check_start(args, world_size=known.world_size, device=device)
-    find_run_tasks(args)
+    prepare_extensions(start.plan)
     resume, plan = start.resume, start.plan_to_run
     lines = plan_lines(plan)
     if start.weights is not None:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from pretrain.checkpoint.convert.new_folder import check_new_folder, output_summary
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest, step_of
-from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, latest_problem
+from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest
+from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, latest_problem, step_of
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.find_checkpoint import (
     find_checkpoint,

@@ -2,7 +2,6 @@
 
     ds-pretrain doctor --config run.yaml
     ds-pretrain doctor --hostfile HOSTS --measure
-    ds-pretrain doctor --deepspeed
 
 Prints a page of facts, and a line with the remedy for each finding.
 Exit codes: 0 no findings (notes are allowed); 2 findings, or bad input.
@@ -24,7 +23,6 @@ from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, add_host_flags, s
 from pretrain.cluster.multihost_launch import host_transport
 from pretrain.config.auto_values import NVME_PATH_VARIABLE
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.distributed.deepspeed_version import TESTED
 from pretrain.distributed.process import PROGRAM
 from pretrain.errors import REJECTED, ConfigError
 
@@ -46,18 +44,11 @@ def main() -> int:
     add("--json", action="store_true", help="print one JSON object instead of the page")
     add("--measure", action="store_true",
         help="also measure devices, disks and the network, with `ds-pretrain check-cluster` on all ranks (minutes)")
-    add("--deepspeed", action="store_true",
-        help="instead, test the installed DeepSpeed for all known defects (minutes)")
     words = sys.argv[1:]
     own, rest = parser.parse_known_args(words)
-    if own.deepspeed and words != ["--deepspeed"]:
-        raise ConfigError("--deepspeed", problem="it tests the DeepSpeed of this environment, and takes no other flags",
-                          remedy="leave the other flags out")
     if own.json and own.measure:
         raise ConfigError("--json", problem="it prints the page only",
                           remedy="for measurements, use `ds-pretrain check-cluster --json`")
-    if own.deepspeed:
-        return _test_deepspeed()
     useless = {**dict.fromkeys(_OF_HOSTS, own.hostfile is None and not own.measure), "master_port": not own.measure}
     for name in (name for name, is_useless in useless.items() if is_useless):
         if getattr(own, name) != parser.get_default(name):
@@ -94,15 +85,3 @@ def _measure(words: list[str]) -> int:
     launcher_words, rest = split_command_line(words)
     command = [sys.executable, PROGRAM, "train", *launcher_words, "check-cluster", *rest]
     return subprocess.run(command, check=False).returncode
-
-
-def _test_deepspeed() -> int:
-    """Test this environment's DeepSpeed for the known defects. Returns 0 if the results are as in the table."""
-    from pretrain.engine.patches.reproduce import print_results, run_reproducers
-
-    results = run_reproducers()
-    others = print_results(results)
-    print(f"DeepSpeed {results[0].deepspeed}: " + (
-        f"{', '.join(others)} not as expected, so work-arounds may be missing. Use a tested version: "
-        f"{TESTED[0]} to {TESTED[-1]}" if others else "all results are as expected"))
-    return REJECTED if others else 0

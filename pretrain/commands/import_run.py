@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from pretrain.checkpoint.adopt.foreign_run import LOSSES, ForeignRun, understood, with_sample_length
+from pretrain.checkpoint.adopt.foreign_run import OMISSIONS, ForeignRun, understood, with_sample_length
 from pretrain.checkpoint.adopt.sources import KINDS, Source, find_source
 from pretrain.checkpoint.convert.new_folder import check_new_folder, check_new_weights, output_summary
-from pretrain.checkpoint.format.manifest import Manifest, step_of
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_checkpoints import step_of
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer, weight_files
 from pretrain.cli import Parser, chosen, next_line, path, path_text, whole_number
 from pretrain.errors import ConfigError, listed, one_line
@@ -49,14 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq_length", type=whole_number(1), metavar="N",
                         help="tokens of a sample, if the source does not record it; needed for torchtitan, which "
                         "counts tokens")
-    parser.add_argument("--accept_loss_of", action="append", default=[], metavar="NAME,...",
-                        help="adopt the run although this is lost: " + ", ".join(LOSSES))
+    parser.add_argument("--accept_without", action="append", default=[], metavar="NAME,...",
+                        help="adopt the run although this is lost: " + ", ".join(OMISSIONS))
     return parser
 
 
 def main() -> None:
     args = _parser().parse_args()
-    args.accept_loss_of = frozenset(chosen("--accept_loss_of", args.accept_loss_of, list(LOSSES)))
+    args.accept_without = frozenset(chosen("--accept_without", args.accept_without, list(OMISSIONS)))
     if args.output is not None:
         _reject_flags_of_runs(args, "--output imports weights alone")
         _import_weights(args.source, args.output)
@@ -81,7 +82,7 @@ def main() -> None:
 
 def _reject_flags_of_runs(args: argparse.Namespace, reason: str) -> None:
     for flag, value in (("--step", args.step), ("--model", args.model), ("--seq_length", args.seq_length),
-                        ("--accept_loss_of", args.accept_loss_of)):
+                        ("--accept_without", args.accept_without)):
         if value not in (None, frozenset()):
             raise ConfigError(flag, problem=f"it has no effect: {reason}", remedy="leave it out")
 
@@ -134,7 +135,7 @@ def _adopt(source: Source, args: argparse.Namespace) -> None:
     from pretrain.checkpoint.adopt.run_files import RUN_YAML, missing_flags
 
     with understood(run.folder):  # the tensors are read now
-        plan = plan_adoption(run, args.accept_loss_of)
+        plan = plan_adoption(run, args.accept_without)
         manifest = adopt(plan, args.save)
     print(output_summary(args.save))
     print(f"{plan.config.parameters_text()}, architecture {plan.config.architecture}, step {run.step} of {run.program}")
@@ -161,30 +162,30 @@ def _facts(plan: "Adoption", manifest: Manifest) -> Sequence[tuple[str, str]]:
     """Return what was taken over, and what was not, as rows of a table."""
     from pretrain.checkpoint.adopt.run_files import adopted_flags, ds_config_of
 
-    run, losses = plan.run, {loss.name: f"no: {loss.reason}" for loss in plan.losses}
+    run, omitted = plan.run, {each.name: f"no: {each.reason}" for each in plan.omissions}
     flags: dict[str, Any] = {**adopted_flags(run), **plan.decay.flags}
     params = ", ".join(f"{name} {value}" for name, value in manifest.optimizer.get("params", {}).items())
     left_out, clipping = ds_config_of(run)[1], manifest.recipe.get("gradient_clipping")
     position = f"{manifest.consumed_samples:,} samples of a batch of {run.global_batch_size or 'unknown size'}"
     rows = [
-        ("weights", losses.get("master_weights", "fp32")),
-        ("optimizer states", losses.get("optimizer", ", ".join(plan.states))),
+        ("weights", omitted.get("master_weights", "fp32")),
+        ("optimizer states", omitted.get("optimizer", ", ".join(plan.states))),
         ("optimizer", f"{manifest.optimizer.get('type', 'not recorded')}: {params or 'no settings are recorded'}"),
-        ("weight decay", losses.get("weight_decay", "not recorded" if plan.decay.value is None else
+        ("weight decay", omitted.get("weight_decay", "not recorded" if plan.decay.value is None else
                                     f"{plan.decay.value:g} of {'all' if plan.decay.decay_vectors else 'matrices'}"
                                     + (f" but {', '.join(plan.decay.no_weight_decay)}"
                                        if plan.decay.no_weight_decay else ""))),
         ("gradient clipping", "not recorded" if clipping is None else f"{clipping:g}" if clipping else "none"),
         ("step", f"{run.step}" + (f", of which {run.skipped_steps} were skipped" if run.skipped_steps else "")),
         ("learning rate", _rate(run)),
-        ("schedule", losses.get("schedule", flags.get("lr_schedule") or run.schedule.get("type") or "not recorded: the "
-                                "flags --lr_... or the JSON's scheduler describe it")),
-        ("data position", losses.get("data_position", position)),
-        ("loss scale", losses.get("loss_scale", "none" if run.loss_scale is None else
+        ("schedule", omitted.get("schedule", flags.get("lr_schedule") or run.schedule.get("type") or "not recorded: "
+                                 "the flags --lr_... or the JSON's scheduler describe it")),
+        ("data position", omitted.get("data_position", position)),
+        ("loss scale", omitted.get("loss_scale", "none" if run.loss_scale is None else
                                   f"{run.loss_scale.get('cur_scale', 0):g}")),
-        ("random numbers", losses.get("rng", "not needed: the model has no dropout")),
-        ("settings", losses.get("settings", "all have a counterpart")),
-        ("other states", losses.get("other_states", "none")),
+        ("random numbers", omitted.get("rng", "not needed: the model has no dropout")),
+        ("settings", omitted.get("settings", "all have a counterpart")),
+        ("other states", omitted.get("other_states", "none")),
         ("tokenizer", "none" if plan.tokenizer is None else ", ".join(path.name for path in plan.tokenizer.files)),
         ("flags in run.yaml", ", ".join(f"{name} {value}" for name, value in flags.items()) or "none"),
         *_left_out(left_out)]

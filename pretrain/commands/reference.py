@@ -6,7 +6,7 @@ The site of the documentation has the same tables (.github/site/hooks.py).
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from pretrain.config.flags.arguments import OVERRIDES
 from pretrain.config.flags.parse import run_parser
 from pretrain.errors import EXIT_CODES
 from pretrain.extension import Extension, extensions
-from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, PREDICTION_ROW, TASK_ROW, TRAINING_ROW
+from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, TRAINING_ROW
 
 _KEY_HEADER = ("key", "value, or why it is rejected or has no effect")
 _FIELD = re.compile(r"^    (\w+): (.+?)(?: = (.+?))?(?:  # (.+))?$", re.MULTILINE)  # of a dataclass, with its comment
@@ -132,7 +132,7 @@ def _rows_of(tree: Tree, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _metrics() -> str:
-    def rows(keys: dict[str, tuple[str, str]]) -> str:
+    def rows(keys: Mapping[str, tuple[str, str]]) -> str:
         return table(["key", "unit", "definition"], ((code(key), *texts) for key, texts in keys.items()))
 
     return "\n".join((
@@ -141,8 +141,7 @@ def _metrics() -> str:
         "## Rows of training\n", rows(TRAINING_ROW),
         "## Keys that exist with some flags and models only\n", rows(OPTIONAL_KEYS),
         "## Rows of evaluations\n", rows(EVALUATION_ROW),
-        "## Rows of the scores of --eval_tasks\n", rows(TASK_ROW),
-        "## Rows of predictions.jsonl\n", rows(PREDICTION_ROW)))
+        *(f"## {title}\n\n{rows(keys)}" for each in extensions() for title, keys in each.rows.items())))
 
 
 def _events() -> str:

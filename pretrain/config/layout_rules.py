@@ -51,7 +51,7 @@ class Rule:
             value = run.get(self.where, run.file.get(self.where))  # some keys have another name in `ds_config`
             found = f'"{value}"' if isinstance(value, str) else str(value).lower() if value in (True, False) else value
         elif found is None:
-            found = getattr(run.args, self.where.removeprefix("--"), None)
+            found = run.args.values().get(self.where.removeprefix("--"))
         return ConfigError(run.file.where(self.where) if in_json else self.where, found=found, expected=self.expected,
                            problem=self.problem, remedy=self.remedy)
 
@@ -61,8 +61,8 @@ def degrees_together(run: Plan) -> Iterator[Rule]:
     layout, model, args = run.layout, run.model, run.args
     tensor, sequence, expert = (layout.tensor_parallel_size, layout.sequence_parallel_size, layout.expert_parallel_size)
     yield Rule(sequence > 1 and layout.pipeline_stages > 1, SEQUENCE, "1 with pipeline stages",
-               "DeepSpeed's pipelines ignore it, and would train each rank on complete sequences (defect I: python -m "
-               "pretrain.engine.patches.reproduce I); use ZeRO stage 1, 2 or 3 without stages, or tensor parallelism, "
+               "DeepSpeed's pipelines ignore it, and would train each rank on complete sequences (defect I of "
+               "pretrain/engine/patches/README.md); use ZeRO stage 1, 2 or 3 without stages, or tensor parallelism, "
                "whose ranks share the sequences too")
     yield Rule(sequence > 1 and tensor > 1, SEQUENCE, "1 with tensor parallelism",
                f'Tensor-parallel ranks already share the sequences; set one of "{SEQUENCE}" and "{TENSOR}" to 1')

@@ -1,11 +1,11 @@
 """The plan of a run: everything that the engine and the step loop need."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.ds_json.read import DsFile, get_value
-from pretrain.config.expected_curve import Target
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.overrides import OverrideRecord
 from pretrain.config.layout import Layout
@@ -47,7 +47,7 @@ class Plan:
     tokenizer: "Tokenizer | None" = None
     eod_token: int | None = None  # end-of-document token
     unigram_entropy: float | None = None  # nats a token, of the training data; None: no data
-    expected: Target | None = None  # losses of --expected_curve
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # by extension: see Extension.inputs
     overrides: tuple[OverrideRecord, ...] = ()  # changes by --override so far
     lineage: tuple[dict[str, Any], ...] = ()  # branches that led to this run, the oldest first: Branch.record
     origin: Origin | None = None  # source of the weights at step 0; None: random weights

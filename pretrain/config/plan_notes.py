@@ -38,7 +38,8 @@ def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
             *_padding_notes(plan, data), *_router_notes(plan),
             *data.notes, *_split_notes(plan, data), *_epoch_notes(plan, data), *_packing_notes(data),
             *_evaluation_notes(plan, data), *_length_notes(plan), *rate_notes(plan), *_batch_notes(plan),
-            *_recipe_notes(plan), *_speed_notes(plan), *_size_notes(plan), *_mup_notes(plan))
+            *_recipe_notes(plan), *_speed_notes(plan), *_size_notes(plan), *_mup_notes(plan),
+            *notes_of_extensions(plan))
 
 
 def _unused_weights_notes(plan: Plan) -> list[str]:
@@ -234,7 +235,6 @@ def _speed_notes(plan: Plan) -> list[str]:
         if unread := unread_keys(model):
             notes.append(f"{model.architecture} of transformers has no such key, and ignores it: {', '.join(unread)}")
     layout = plan.layout
-    notes += notes_of_extensions(plan)
     if plan.device.kind == "cuda" and layout.zero_stage == 2 and layout.data_parallel_size > 1 and \
             plan.get("zero_optimization.overlap_comm") is None:
         notes.append('zero_optimization.overlap_comm: DeepSpeed enables it at ZeRO-3 only; true reduces '

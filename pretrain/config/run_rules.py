@@ -3,7 +3,7 @@
 `layout_rules.py` has the rows for parallelism, ZeRO, offload and precision. `check_rules` checks all of them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PA
 from pretrain.config.feature_rules import determinism, fp8, general_family
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
 from pretrain.config.plan import Plan
-from pretrain.config.profiles import parse_ranks, parse_steps
 from pretrain.model.init_methods import width_multiplier
 from pretrain.paths import check_folder
 
@@ -216,21 +215,6 @@ def early_stopping(run: Plan) -> Iterator[Rule]:
                problem="the run has no evaluations before its end", remedy="add --eval_interval N")
 
 
-def profiles(run: Plan) -> Iterator[Rule]:
-    """Profiles of steps, stages, ranks and devices that the run does not have."""
-    args, stages = run.args, run.layout.pipeline_stages
-    for flag, text in (("--profile_steps", args.profile_steps), ("--pipeline_timeline", args.pipeline_timeline)):
-        yield Rule(text is not None and parse_steps(text, flag=flag).last > run.train_steps, flag,
-                   f"at most the run's {run.train_steps} steps")
-    yield Rule(args.pipeline_timeline is not None and stages == 1, "--pipeline_timeline",
-               '"pipeline": {"stages": N} in the JSON', "--profile_steps profiles the steps of any run",
-               found="a run with one pipeline stage")
-    parse_ranks(args.profile_ranks, run.layout.world_size)
-    yield Rule(args.memory_snapshot and run.device.kind != "cuda", "--memory_snapshot",
-               "a run on cuda: torch records the memory of CUDA's allocator only", "leave --memory_snapshot out",
-               found=f"a run on {run.device.kind}")
-
-
 def recomputation(run: Plan) -> Iterator[Rule]:
     """Two settings of recomputation, parts of it that exclude each other, and more parts than there are."""
     args, layout, model = run.args, run.layout, run.model
@@ -283,7 +267,7 @@ SUBJECTS = (
     layout_rules.zero_and_offload, layout_rules.gradients_and_master_weights, optimizer_of_device, muon,
     optimizer_params, layout_rules.loss_scale, layout_rules.nvme_here, layout_rules.operators_without_nvcc,
     layout_rules.nvme_buffer_size, scheduler_params, torch_optimizer_params, monitors_and_timers, writable_folders,
-    numbers_of_the_device, length_of_run, clipping_and_noise_scale, early_stopping, profiles, recomputation,
+    numbers_of_the_device, length_of_run, clipping_and_noise_scale, early_stopping, recomputation,
     layout_rules.sequence_parallelism, mup, determinism, fp8)
 _OF_THIS_MACHINE = (layout_rules.nvme_here, writable_folders)
 
@@ -295,6 +279,11 @@ def check_rules(run: Plan, *, this_machine: bool = True) -> None:
     """
     for subject in SUBJECTS:
         if this_machine or subject not in _OF_THIS_MACHINE:
-            for rule in subject(run):
-                if rule.is_broken:
-                    raise rule.error(run)
+            check_each(subject(run), run)
+
+
+def check_each(rules: Iterable[Rule], run: Plan) -> None:
+    """Raise ConfigError for the first broken rule."""
+    for rule in rules:
+        if rule.is_broken:
+            raise rule.error(run)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from pretrain.config.check_expected_curve import check_corpus, expected_curve_notes, read_expected_curve
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_flags
@@ -16,7 +15,7 @@ from pretrain.config.model_of_run import (
 from pretrain.config.plan import Plan
 from pretrain.config.plan_notes import run_notes
 from pretrain.config.resolve import resolve_ds_config
-from pretrain.config.run_rules import check_rules
+from pretrain.config.run_rules import check_each, check_rules
 from pretrain.data.data_spec import names_of_split, planned_samples
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.blend import BlendedSamples
@@ -26,6 +25,7 @@ from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements
 from pretrain.errors import ConfigError
+from pretrain.extension import inputs_of_extensions, rules_of
 from pretrain.model.general.own_models import import_own_model
 
 
@@ -38,7 +38,6 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     of a checkpoint or of --init_from.
     """
     plan = check_settings(args, world_size=world_size, device=device, saved_model=saved_model)
-    ladder = read_expected_curve(plan)
     needs_ends = [f"--{name}" for name in ("eod_mask_loss", "document_attention") if getattr(args, name)]
     data = open_run_data(plan.data, seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
                          vocab_size=plan.model.vocab_size, needs_ends=needs_ends, can_change_model=not has_weights,
@@ -51,12 +50,11 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     _check_positions(plan, data)
     _check_validation_data(plan, data)
     _check_evaluations(args, data)
-    notes = run_notes(plan, data)
-    if ladder is not None:
-        check_corpus(ladder, data.datasets)
-        notes = (*notes, *expected_curve_notes(ladder, plan))
-    return replace(plan, datasets=data.datasets, tokenizer=data.tokenizer, eod_token=data.eod_token,
-                   unigram_entropy=data.unigram_entropy, expected=ladder["target"] if ladder else None, notes=notes)
+    plan = replace(plan, datasets=data.datasets, tokenizer=data.tokenizer, eod_token=data.eod_token,
+                   unigram_entropy=data.unigram_entropy)
+    check_each(rules_of(plan), plan)
+    plan = replace(plan, inputs=inputs_of_extensions(plan))
+    return replace(plan, notes=run_notes(plan, data))
 
 
 def check_settings(args: RunArguments, *, world_size: int, device: Device,
@@ -87,14 +85,10 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
 
 
 def _check_evaluations(args: RunArguments, data: RunData) -> None:
-    """Raise ConfigError for flags that need validation data or a tokenizer, which the run does not have."""
-    for name in ("early_stopping_patience", "show_predictions"):
-        if getattr(args, name) and not names_of_split(data.datasets, "valid"):
-            raise ConfigError(f"--{name}", problem="the run has no validation data",
-                              remedy="give --valid_data, or a --split with a second part")
-    if args.eval_tasks is not None and data.tokenizer is None:
-        raise ConfigError("--eval_tasks", problem="the run has no --tokenizer, and the questions are text",
-                          remedy="give the --tokenizer with which the data was prepared")
+    """Raise ConfigError for flags that need validation data, which the run does not have."""
+    if args.early_stopping_patience and not names_of_split(data.datasets, "valid"):
+        raise ConfigError("--early_stopping_patience", problem="the run has no validation data",
+                          remedy="give --valid_data, or a --split with a second part")
 
 
 def _check_order(plan: Plan, data: RunData) -> None:

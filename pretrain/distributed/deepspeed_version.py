@@ -46,7 +46,7 @@ def untested_version() -> str | None:
     if Version(found.base_version) <= Version(TESTED[-1]):
         return None
     return (f"DeepSpeed {found} is outside the tested versions, {TESTED[0]} to {TESTED[-1]}: its defects and keys may "
-            "differ. Run `ds-pretrain doctor --deepspeed`, which tests this version for the known defects")
+            "differ. In a checkout, `python -m tests.upstream.reproduce` tests this version for the known defects")
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Time of the phases of a training step: forward, backward, reduction of gradients, optimizer, waiting in a pipeline.
 
 On a device the times are those between events of its current stream, which are read in logged steps only. On a CPU they
-are wall-clock times. Of each phase, the time in which this rank waits in collective operations for others is known too
-(collective_waits.py). Between two training steps there is a phase too, so that the phases are all of the time.
+are wall-clock times. Of each phase, the time between `begin_wait` and `end_wait` is known too, in which this rank waits
+for others. Between two training steps there is a phase too, so that the phases are all of the time.
 """
 
 import contextlib
@@ -78,7 +78,8 @@ class PhaseTimers:
         self._free: list[_Event] = []
         self._milliseconds = dict.fromkeys(_ALL, 0.0)
         self._waited = dict.fromkeys(_ALL, 0.0)
-        self.waited_ms = dict.fromkeys(_ALL, 0.0)  # of the times that take_ms has returned last, waiting for others
+        self.taken_ms = dict.fromkeys(_ALL, 0.0)  # the times that take_ms has returned last
+        self.waited_ms = dict.fromkeys(_ALL, 0.0)  # of them, waiting for others
         self.current = ""  # "": no phase, before the first step and while the timers are paused
         self._in_step = self._waits = False
 
@@ -137,8 +138,12 @@ class PhaseTimers:
             self._mark()
         self._add_up(wait=True)
         self.waited_ms, self._waited = self._waited, dict.fromkeys(_ALL, 0.0)
-        taken, self._milliseconds = self._milliseconds, dict.fromkeys(_ALL, 0.0)
-        return taken
+        self.taken_ms, self._milliseconds = self._milliseconds, dict.fromkeys(_ALL, 0.0)
+        return self.taken_ms
+
+    def restart(self) -> None:
+        """Forget all times until now. Waits for the device."""
+        self.take_ms()
 
     def _add_up(self, *, wait: bool) -> None:
         """Add the times between marks that the device has reached: so few events exist, however rare logged steps are.

@@ -13,7 +13,6 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.cli import next_line
-from pretrain.config.expected_curve import target_record
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.layout import Layout
 from pretrain.config.plan import Plan
@@ -23,7 +22,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError, format_number
-from pretrain.extension import extensions
+from pretrain.extension import extensions, records_of_extensions
 from pretrain.model.config import ModelConfig
 from pretrain.model.operators import operators_record
 from pretrain.model.partition import layer_costs, stage_bounds
@@ -120,7 +119,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "batch": {name: getattr(layout, name) for name in _BATCH},
         "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
         "samples_per_epoch": plan.datasets["train"].samples_per_epoch if "train" in plan.datasets else None,
-        **({"expected_curve": target_record(plan.expected)} if plan.expected else {}),
+        **records_of_extensions(plan),
         "unigram_entropy": plan.unigram_entropy,
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "layer_times": layer_times_record(plan),

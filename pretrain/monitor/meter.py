@@ -2,9 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
@@ -12,10 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from pretrain.callback import Callbacks, Run, StepResult
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
-from pretrain.engine.collective_waits import host_waited_s
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
-from pretrain.monitor.rank_times import OwnTimes, RankTimes, rank_times
 from pretrain.monitor.read_run_folder import Goodput
 from pretrain.monitor.sinks import Sinks
 from pretrain.monitor.training_row import (
@@ -29,12 +29,21 @@ from pretrain.monitor.training_row import (
     perplexity,
     power_watts,
     row_line,
-    task_line,
     tokens_per_second,
     training_row,
 )
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
+
+
+class Timer(Protocol):
+    """Measures something of the training steps since the last row."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Measure nothing inside of this context, which is outside of the steps: a save, an evaluation."""
+
+    def restart(self) -> None:
+        """Forget what was measured since the last row: not all of it was steps, or they are undone."""
 
 
 @dataclass
@@ -45,7 +54,7 @@ class _SinceRow:
     consumed_samples: int  # at the last row
     start: float = field(default_factory=time.perf_counter)
     data_seconds: float = 0.0
-    excluded_seconds: dict[str, float] = field(default_factory=lambda: {"save": 0.0, "eval": 0.0, "probe": 0.0})
+    excluded_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Meter:
@@ -58,7 +67,7 @@ class Meter:
                  first_step: int, phases: PhaseTimers, update_size: UpdateSize, callbacks: Callbacks) -> None:
         self.plan, self.engine, self.folder, self.screen = plan, engine, folder, screen
         self.losses: dict[str, float] = {}  # last value of "loss", "valid loss", "test loss"
-        self._last_row: Interval | None = None  # the steps of the last row
+        self.interval: Interval | None = None  # the steps of the newest row, or of the row that is being made
         self._step = first_step  # the last step that was trained
         self._consumed_samples = self._batch_size = 0
         self._since = _SinceRow(first_step, 0)
@@ -67,32 +76,29 @@ class Meter:
                             note=plan.args.note or "", first_step=first_step)
         self._callbacks = callbacks
         self._phases, self._update_size = phases, update_size
-        self.rank_times: RankTimes | None = None  # of the newest row
-        self._is_partial = True  # not all of the time since the last row belongs to complete steps
-        self._own_times = OwnTimes()
+        self.timers: list[Timer] = [phases]  # callbacks may add theirs
         self._highest_loss = HighestLoss(engine)
         self._gradients = GradientStats(engine)
 
     def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:
         """Call `load(consumed_samples)`, and add its time to the waiting time for data."""
-        start, waited = time.perf_counter(), host_waited_s()
+        start = time.perf_counter()
         micro_batches = load(consumed_samples)
-        seconds = time.perf_counter() - start
-        self._since.data_seconds += seconds
-        self._own_times.add_data(seconds, waited)
+        self._since.data_seconds += time.perf_counter() - start
         return micro_batches
 
     @contextlib.contextmanager
     def outside_steps(self, kind: str) -> Iterator[None]:
-        """Exclude the time of a "save", an "eval" or a "probe" of links from the step time of the next row."""
+        """Exclude the time of a "save", an "eval" or something else from the step time of the next row."""
         get_accelerator().synchronize()  # the steps until now count as steps
-        start, load = time.perf_counter(), self._own_times.load_now()
+        start = time.perf_counter()
         try:
-            with self._phases.paused():
+            with ExitStack() as stack:
+                for timer in self.timers:
+                    stack.enter_context(timer.paused())
                 yield
         finally:
             self._since.excluded_seconds[kind] += time.perf_counter() - start
-            self._own_times.exclude_since(load)
 
     def restart(self, step: int, consumed_samples: int) -> None:
         """Begin to measure after `step`, at the start or after a rollback. Everything since the last row is dropped."""
@@ -110,9 +116,8 @@ class Meter:
         self._since = _SinceRow(step, self._consumed_samples)
 
     def _restart_times(self) -> None:
-        self._phases.take_ms()
-        self._own_times.restart()
-        self._is_partial = True
+        for timer in self.timers:
+            timer.restart()
 
     def due(self, step: int) -> bool:
         return step % self.plan.args.log_interval == 0 or step in (1, self.plan.train_steps)
@@ -130,26 +135,20 @@ class Meter:
 
     def _log_row(self, run: Run, result: StepResult) -> None:
         loss_now = float(result.loss)  # waits for the device: the time until now consists of complete steps
-        interval = self._interval()
+        self.interval = interval = self._interval()
         total_ms = self._phases.take_ms()
-        own_times = self._own_times.take(total_ms, self._phases.waited_ms, interval.steps)
         given = self._callbacks.rank_values(run)
-        ranks, times, others = gather_ranks(
-            self._highest_loss.take(), data_seconds=self._since.data_seconds / interval.steps,
+        ranks, others = gather_ranks(
+            self._highest_loss.take(), data_seconds=interval.data_seconds / interval.steps,
             phase_ms={phase: total / interval.steps for phase, total in total_ms.items()}, power_watts=power_watts(),
-            squares=self._update_size.take_squares(), own_times=own_times,
-            others=[value for values in given.values() for value in values])
-        self.rank_times = rank_times(times, step=interval.step, steps=interval.steps,
-                                     step_ms=interval.step_seconds * 1e3, is_partial=self._is_partial)
-        self._is_partial = False
+            squares=self._update_size.take_squares(), others=[value for values in given.values() for value in values])
         row = training_row(self.plan, self.engine, interval,
                            {**combine_ranks(ranks), **self._callbacks.row_values(run, given, others)}, loss=loss_now,
                            lr=result.lr, gradients=self._gradients.take())
         row["goodput"] = self._add_goodput(interval)
         self._since = _SinceRow(self._step, self._consumed_samples)
-        self.folder.metrics(row)
-        self._sinks.write(row)
-        self.losses["loss"], self._last_row = row["loss"], interval
+        self.write(row)
+        self.losses["loss"] = row["loss"]
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
         self._callbacks("after_row", run, row)
@@ -161,8 +160,8 @@ class Meter:
         return Interval(step=self._step, steps=steps, step_seconds=seconds / steps,
                         samples=self._consumed_samples - since.consumed_samples,
                         consumed_samples=self._consumed_samples,
-                        batch_size=self._batch_size, save_seconds=since.excluded_seconds["save"],
-                        eval_seconds=since.excluded_seconds["eval"])
+                        batch_size=self._batch_size, data_seconds=since.data_seconds,
+                        save_seconds=since.excluded_seconds["save"], eval_seconds=since.excluded_seconds["eval"])
 
     def _add_goodput(self, interval: Interval) -> float | None:
         if self._goodput is None:
@@ -179,24 +178,16 @@ class Meter:
                                "split": name, "eval_loss": loss, "eval_ppl": perplexity(loss)}
         if num_sets:
             row["mean_of_sets"] = num_sets
-        self.folder.metrics(row)
-        self._sinks.write(row)
+        self.write(row)
         self.losses[f"{name} loss"] = loss
         self.screen.line(evaluation_line(row))
         self._callbacks("after_row", run, row)
         return loss
 
-    def log_tasks(self, run: Run, scores: Mapping[str, Mapping[str, Any]], *, failure: str = "") -> None:
-        """Report the scores of --eval_tasks by task, or why there are none."""
-        for task, values in scores.items():
-            row = {"step": run.step, "time": time.time(), "consumed_samples": run.consumed_samples,
-                   "split": f"tasks/{task}", **values}
-            self.folder.metrics(row)
-            self._sinks.write(row)
-            self.screen.line(task_line(row))
-        if failure:
-            self.screen.line(f"warning: --eval_tasks has no scores at step {run.step}: {failure}")
-            run.event("tasks_failed", reason=failure)
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row to metrics.jsonl, and pass it to the monitors."""
+        self.folder.metrics(row)
+        self._sinks.write(row)
 
     def close(self) -> None:
         """Let the monitors write their last values."""
@@ -206,6 +197,6 @@ class Meter:
         """Show the status line: the speed of the steps since the last row, or at a row, of the steps before it."""
         if not self.screen.wants_status():
             return
-        interval = self._last_row if step == self._since.step and self._last_row else self._interval()
+        interval = self.interval if step == self._since.step and self.interval else self._interval()
         speed, remaining = tokens_per_second(self.plan, interval), format_duration(eta_seconds(self.plan, interval))
         self.screen.status(f"step {step}/{self.plan.train_steps}  {speed:,.0f} tokens/s  ETA {remaining}")

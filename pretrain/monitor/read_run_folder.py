@@ -36,7 +36,6 @@ class Start(TypedDict, total=False):
     samples_per_epoch: int | None
     unigram_entropy: float | None
     schedule: Annotated[dict[str, Any], _Schedule] | None
-    expected_curve: dict[str, Any] | None
     layer_times: dict[str, Any] | None
     versions: dict[str, Any]
     hosts: list[str]

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pretrain.cli import path_text
 from pretrain.config.flags.arguments import DEFAULTS, FLAGS
 from pretrain.extension import extensions
 
@@ -22,8 +23,8 @@ _REPEATED_FLAGS = """
     z_loss router_aux_loss router_z_loss expert_capacity_factor no_weight_decay decay_vectors
     gradient_value_clipping adaptive_clipping adaptive_clipping_window noise_scale_interval early_stopping_patience
     early_stopping_min_delta init_method init_std output_init_method mup_base_width embedding_dropout attention_dropout
-    residual_dropout log_interval eval_interval eval_steps show_predictions note expected_curve deepspeed_log_level
-    sanity_check profile_steps profile_ranks pipeline_timeline memory_snapshot save_interval exit_step async_save
+    residual_dropout log_interval eval_interval eval_steps note deepspeed_log_level
+    save_interval exit_step async_save
     save_busy save_timeout keep_checkpoints keep_every keep_best override exit_after_minutes spike_policy
     spike_threshold spike_window max_bad_steps rollback_skip_steps max_rollbacks step_timeout first_step_timeout
     replica_check_interval allow_other_data micro_batch_size
@@ -40,12 +41,10 @@ OWN_CODE = {"dataset_module": "Data", "model_code": "Model"}
 # why the other flags are never repeated from a record alone
 NEVER_REPEATED = {
     **dict.fromkeys(OWN_CODE, "it is imported"),
-    **dict.fromkeys(("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit",
-                     "eval_tasks_interval"), "tasks may hold code, and are downloaded"),
     **dict.fromkeys(("data_cache", "data_cache_gb", "nvme_path"), "files are written there"),
     "checkpoint_mirror": "checkpoints are written there", "trackio": "it sends the metrics",
     "extension": "it is imported",
-    **{name: FLAGS[name].group.not_recorded or f"it belongs to the extension {each.name}"
+    **{name: FLAGS[name].group.not_recorded or FLAGS[name].not_repeated or f"it belongs to the extension {each.name}"
        for each in extensions() for name in each.flags if not FLAGS[name].repeats}}
 
 # variables that change results or speed, and name neither files nor code nor hosts
@@ -73,7 +72,8 @@ _REPEATED_BLOCKS = """
     sequence_parallel_size use_data_before_expert_parallelism
 """
 REPEATED_BLOCKS = frozenset(_REPEATED_BLOCKS.split())
-_RELATIVE = ("init_from", "expected_curve")  # recorded as they were given; data and tokenizer are absolute
+# recorded as they were given; data and tokenizer are absolute
+_RELATIVE = ("init_from", *(name for name, flag in FLAGS.items() if flag.repeats and flag.parse is path_text))
 _FOLDERS = ("nvme_path",)  # keys of blocks: the user's flag or variable names the folder
 
 

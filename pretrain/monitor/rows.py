@@ -1,9 +1,11 @@
-"""The keys of metrics.jsonl and predictions.jsonl, and the events of events.jsonl. `ds-pretrain reference` prints them.
+"""The keys of metrics.jsonl, and the events of events.jsonl. `ds-pretrain reference` prints them.
 
 "Over the steps" means over all steps since the last row; means and maxima over ranks are over all ranks of the run.
 """
 
-# key -> (unit, definition)
+from pretrain.extension import for_each_extension
+
+# key -> (unit, definition); those of extensions follow
 TRAINING_ROW = {
     "step": ("steps", "number of optimizer steps, from 1"),
     "time": ("s", "when the row was written, since 1970"),
@@ -32,9 +34,6 @@ TRAINING_ROW = {
     "reduce_time_ms": ("ms", "reduction of gradients: the same mean; `null` if it overlaps with the backward pass"),
     "save_time_ms": ("ms", "time in which training waited for saves since the last row"),
     "eval_time_ms": ("ms", "the same for evaluations"),
-    "slowest_rank": ("rank", "number of the rank with the most time of its own, in which it does not wait for others, "
-                             "relative to the ranks of its pipeline stage; mean over the steps"),
-    "slowest_rank_ratio": ("ratio", "its own time relative to their median"),
     "pipeline_bubble": ("fraction", "of the time of a step in which a pipeline stage computes nothing; `null` without "
                                     "pipeline stages"),
     "tokens_per_second": ("1/s", "of all ranks, over the steps"),
@@ -72,27 +71,8 @@ EVALUATION_ROW = {
     "eval_ppl": ("", "perplexity: e to the loss"),
     "mean_of_sets": ("sets", "only for a mean over named sets: their number"),
 }
-TASK_ROW = {  # these and the metrics of the task, each with METRIC_stderr
-    **{key: EVALUATION_ROW[key] for key in ("step", "time", "consumed_samples")},
-    "split": ("", "`tasks/NAME`, of a task or a group of tasks of lm-eval"),
-    "questions": ("questions", "number of scored questions; not for groups"),
-    "acc": ("fraction", "correct answers; other tasks have other metrics, under lm-eval's names"),
-    "acc_norm": ("fraction", "correct answers, if the likelihoods of the answers are divided by their lengths"),
-    "acc_stderr": ("fraction", "standard error; the same for other metrics"),
-}
-# rows of predictions.jsonl; a text is `null` without --tokenizer
-PREDICTION_ROW = {
-    **{key: EVALUATION_ROW[key] for key in ("step", "time", "consumed_samples")},
-    "sequence": ("", "number of the validation sample, from 0"),
-    "prompt": ("", "text with which the sample begins"),
-    "predicted": ("", "text with which the model continues it: the most likely token at each position"),
-    "actual": ("", "text that follows in the sample"),
-    "prompt_tokens": ("", "tokens of this text"),
-    "predicted_tokens": ("", "tokens of this text"),
-    "actual_tokens": ("", "tokens of this text"),
-}
 
-# event -> (keys besides time, event, step and reason, separated by spaces; meaning)
+# event -> (keys besides time, event, step and reason, separated by spaces; meaning); those of extensions follow
 EVENTS = {
     "start": ("world_size", "training begins, also after a resume; with a key for each operator that was chosen"),
     "init": ("name folder fingerprint", "the run starts from these weights"),
@@ -100,7 +80,6 @@ EVENTS = {
     "branch": ("run folder fingerprint", "the run continues from this checkpoint of another run"),
     "override": ("name setting from to", "`--override` changed a setting of the checkpoint"),
     "verify": ("", "something at the start that is worth a warning, such as a damaged checkpoint that was passed over"),
-    "sanity": ("seconds checks", "results of `--sanity_check`"),
     "save": ("path bytes seconds finite", "a checkpoint was committed; `finite` is false if it holds NaN "
                                           "or infinity"),
     "snapshot": ("seconds", "`--async_save` has copied the states to host memory, and training continues"),
@@ -110,13 +89,6 @@ EVENTS = {
     "mirror": ("path seconds", "a checkpoint was copied to `--checkpoint_mirror`"),
     "prune": ("path", "`--keep_checkpoints` removed a checkpoint"),
     "batch": ("global_batch_size before consumed_samples", "`--batch_schedule` changed the global batch size"),
-    "hint": ("name", "the curve shows a fault of this kind for the first time; also on the terminal"),
-    "off_curve": ("causes side loss expected low high consumed_tokens rows since",
-                  "the loss has left the band of `--expected_curve`, for longer than its noise explains"),
-    "on_curve": ("side loss expected low high consumed_tokens rows since", "it is in the band again"),
-    "tasks_failed": ("", "lm-eval could not score `--eval_tasks`; the run continues"),
-    "profile": ("first_step path", "a profile was written"),
-    "pipeline_timeline": ("first_step path bubble", "`--pipeline_timeline` was written"),
     "skip": ("samples epoch position sources",
              "an update was skipped; `samples` are the first one of its global batch, and the first one after it"),
     "spike": ("name value mean std z action samples epoch position sources",
@@ -130,10 +102,6 @@ EVENTS = {
     "store_wait": ("seconds name", "the object store with this file of the data answers again after this time"),
     "other_data": ("", "the data is not that of the checkpoint, which `--override data` allows"),
     "corruption": ("", "copies of a parameter differ between ranks"),
-    "slow_rank": ("ranks hosts stage kind ratio since steps evidence",
-                  "these ranks, the ranks of a host or of a pipeline stage are slower than the others, for longer than "
-                  "the spread of their times explains; `kind` is the likely cause"),
-    "slow_rank_over": ("ranks hosts stage kind ratio since steps", "they are as fast as the others again"),
     "recomputation": ("finding ranks hosts layer direction value",
                       "`--recompute_interval` found different results for a micro-batch: `finding` is `flaky`, "
                       "`wrong`, `undecided`, or `off` if no comparison is possible here"),
@@ -143,3 +111,5 @@ EVENTS = {
                    "flight record"),
     "stop": ("exit_code is_done", "the run has ended: finished, stopped, or stopped by the guard with exit code 76"),
 }
+for_each_extension(lambda extension: EVENTS.update(extension.events))
+for_each_extension(lambda extension: TRAINING_ROW.update(extension.metrics))

@@ -51,10 +51,10 @@ def events_of(row: dict[str, Any]) -> list[Event]:
     Like metrics.jsonl, which has null for them, the monitors get no NaN and no infinity.
     """
     samples = row["consumed_samples"]
-    if row.get("split", "").startswith("tasks/"):
-        names = {key: f"Evaluation/{row['split']}_{key}" for key in row if key not in (*_NOT_SENT, "step", "split")}
-    elif "split" in row:
+    if "eval_loss" in row:
         names = {"eval_loss": f"Evaluation/{row['split']}_loss", "eval_ppl": f"Evaluation/{row['split']}_ppl"}
+    elif "split" in row:  # of an extension
+        names = {key: f"Evaluation/{row['split']}_{key}" for key in row if key not in (*_NOT_SENT, "step", "split")}
     else:
         names = {key: f"Train/Samples/{_NAMES.get(key, key)}" for key in row if key not in _NOT_SENT}
     return [(name, row[key], samples) for key, name in names.items()

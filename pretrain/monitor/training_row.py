@@ -21,7 +21,6 @@ from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES, REDUCE,
 from pretrain.engine.recipe import recipe_values, router_values
 from pretrain.engine.steps import grad_norm, loss_scale, rank_loss, skipped_steps
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
-from pretrain.monitor.rank_times import NUM_VALUES
 
 _COMBINED = 7 + len(PHASES)  # number of values of a rank that `combine_ranks` combines
 
@@ -44,27 +43,26 @@ class HighestLoss:
 
 
 def gather_ranks(loss_max: torch.Tensor, *, data_seconds: float, phase_ms: dict[str, float],
-                 power_watts: float | None, squares: torch.Tensor, own_times: Sequence[float],
-                 others: Sequence[float] = ()) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what all ranks gave, one row a rank: what `combine_ranks` takes, `own_times`, and `others`.
+                 power_watts: float | None, squares: torch.Tensor,
+                 others: Sequence[float] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """Return what all ranks gave, one row a rank: what `combine_ranks` takes, and `others`.
 
     Collective; waits for the device. A rank sends 8 bytes for each value, in one operation.
 
     Args:
         loss_max: result of HighestLoss.take.
         squares: result of UpdateSize.take_squares.
-        own_times: result of OwnTimes.take.
         others: further values, equally many on all ranks.
     """
     host = [data_seconds, *(phase_ms[phase] for phase in PHASES), power_watts or 0.0, float(power_watts is not None)]
     own = torch.cat([loss_max.double().reshape(1), squares.double(),
-                     torch.tensor([*host, *own_times, *others], dtype=torch.float64, device=squares.device)])
+                     torch.tensor([*host, *others], dtype=torch.float64, device=squares.device)])
     everyone = own.reshape(1, -1)
     if dist.get_world_size() > 1:
         everyone = own.new_empty(dist.get_world_size(), len(own))
         dist.all_gather(list(everyone.unbind(0)), own)
-    to_combine, times, rest = np.split(everyone.cpu().numpy(), [_COMBINED, _COMBINED + NUM_VALUES], axis=1)
-    return to_combine, times, rest
+    to_combine, rest = np.split(everyone.cpu().numpy(), [_COMBINED], axis=1)
+    return to_combine, rest
 
 
 def combine_ranks(values: np.ndarray) -> dict[str, float | None]:
@@ -98,6 +96,7 @@ class Interval:
     consumed_samples: int  # after the last of them
     samples: int  # that they consumed
     batch_size: int  # samples of the last of them
+    data_seconds: float  # waiting for data, on this rank
     save_seconds: float
     eval_seconds: float
 
@@ -220,10 +219,3 @@ def evaluation_line(row: dict[str, Any]) -> str:
     note = f"  (mean of {row['mean_of_sets']} sets)" if "mean_of_sets" in row else ""
     return (f"step {row['step']:>7}  {row['split']} loss {row['eval_loss']:.4f}  perplexity {row['eval_ppl']:.2f}"
             f"{note}")
-
-
-def task_line(row: dict[str, Any]) -> str:
-    """Format a row of a task's scores as a line of text, without standard errors."""
-    scores = [f"{key} {value:.4f}" for key, value in row.items()
-              if key not in ("step", "time", "consumed_samples", "split", "questions") and not key.endswith("_stderr")]
-    return "  ".join([f"step {row['step']:>7}  {row['split']}", *scores])

@@ -63,22 +63,15 @@ class RunFolder:
 
     def event(self, kind: str, /, *, step: int, reason: str = "", **details: Any) -> None:
         """Append a row to events.jsonl. `kind` is start, resume, save, skip, stop ..."""
-        self._append("events.jsonl", {"time": time.time(), "event": kind, "step": step, "reason": reason, **details})
+        self.append("events.jsonl", {"time": time.time(), "event": kind, "step": step, "reason": reason, **details})
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl. NaN and infinity, which JSON does not have, become null."""
-        self._append("metrics.jsonl", {key: None if isinstance(value, float) and not math.isfinite(value) else value
+        self.append("metrics.jsonl", {key: None if isinstance(value, float) and not math.isfinite(value) else value
                                        for key, value in row.items()})
 
-    def prediction(self, row: dict[str, Any]) -> None:
-        """Append a row to predictions.jsonl."""
-        self._append("predictions.jsonl", row)
-
-    def rank_times(self, row: dict[str, Any]) -> None:
-        """Append a row to rank_times.jsonl."""
-        self._append("rank_times.jsonl", row)
-
-    def _append(self, name: str, row: dict[str, Any]) -> None:
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Append a row to a file of JSON lines; of an extension: one of `Extension.files`."""
         if not self._active:
             return
         self._before_write()

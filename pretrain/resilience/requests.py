@@ -1,4 +1,4 @@
-"""Requests to save, to stop or to profile: signals, files, the time limit, a dead launcher.
+"""Requests to save, to stop, or for an extension: signals, files, the time limit, a dead launcher.
 
 All ranks act after the same step.
 """
@@ -7,18 +7,18 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from pretrain.config.profiles import DEFAULT_PROFILE_STEPS, MOST_STEPS
 from pretrain.distributed.host import state_and_start
 from pretrain.errors import ConfigError
+from pretrain.extension import RequestFile
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.paths import PROFILE_FILE, RECORD_FILE, SAVE_FILE, STOP_FILE
+from pretrain.paths import SAVE_FILE, STOP_FILE
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.signals import SignalListener
 from pretrain.stored_json import read_text
@@ -35,8 +35,7 @@ class Request:
 
     stop: str = ""  # why the run saves and stops, such as "SIGTERM"; "": it continues
     save: bool = False  # save a checkpoint, and continue
-    profile_steps: int = 0  # profile this number of steps
-    record: bool = False  # keep a copy of the flight record
+    asked: Mapping[str, int] = field(default_factory=dict)  # file of an extension -> number: see RequestFile
 
     @property
     def needs_checkpoint(self) -> bool:
@@ -55,18 +54,19 @@ class Requests:
 
     Args:
         device: device of the run; on GPUs the exchange gets a process group of its own.
-        folder: run folder. Rank 0 looks there for the files STOP, SAVE, PROFILE and RECORD.
+        folder: run folder. Rank 0 looks there for the files STOP, SAVE and those of `asked`.
         launcher: notices that the launcher of this rank has died.
         exit_after_minutes: time limit since the start of rank 0's process; None: no limit.
         committed_step: returns the step of the newest checkpoint that this process has committed; called on rank 0.
         report: called with each line for the user.
+        asked: files of extensions by name, the same on all ranks.
     """
 
     def __init__(self, device: torch.device, folder: RunFolder, launcher: LauncherWatch, *,
                  exit_after_minutes: float | None, committed_step: Callable[[], int],
-                 report: Callable[[str], None]) -> None:
-        self._folder, self._launcher, self._report = folder, launcher, report
-        self._files = ControlFiles(folder.path, committed_step) if dist.get_rank() == 0 else None
+                 report: Callable[[str], None], asked: Mapping[str, RequestFile]) -> None:
+        self._folder, self._launcher, self._report, self._asked = folder, launcher, report, asked
+        self._files = ControlFiles(folder.path, committed_step, asked) if dist.get_rank() == 0 else None
         self._look_at = 0.0  # time of the next look for files, by time.monotonic()
         self._time_limit = float("inf")  # of rank 0, by time.monotonic()
         if exit_after_minutes is not None and dist.get_rank() == 0:
@@ -89,33 +89,35 @@ class Requests:
         All ranks must call this after each step (a collective), and all get the same result. Raises ConfigError on all
         ranks if some rank has called `reject`.
         """
-        stop, save, profile_steps, record, rejected = self._exchange()
+        stop, save, rejected, *numbers = self._exchange()
         if rejected:
             raise ConfigError.from_line(self._rejection or "another rank has stopped the run: its output says why")
         if save and self._files is not None:
             self._files.save_begins(step)
             self._announce(step, str(self._files.save_path), "saving")
-        if record:
-            self._announce(step, str(self._folder.path / RECORD_FILE), "keeping the flight record")
+        asked = {name: number for name, number in zip(self._asked, numbers, strict=True) if number}
+        for name in asked:
+            if answer := self._asked[name].answer:
+                self._announce(step, str(self._folder.path / name), answer)
         if stop:
             self._announce_stop(step, stop)
-        return Request(self._reason(stop), save=bool(save), profile_steps=profile_steps, record=bool(record))
+        return Request(self._reason(stop), save=bool(save), asked=asked)
 
     def _exchange(self) -> list[int]:
-        """Return the maxima over all ranks: reason to stop, 1 to save, steps to profile, 1 to keep the record, 1 if
-        a rank rejects the run.
+        """Return the maxima over all ranks: reason to stop, 1 to save, 1 if a rank rejects the run, and the numbers
+        of the extensions' files.
         """
-        stop, save, record = self._signals.first or (_LAUNCHER_DIED if self._launcher.lost else 0), False, False
-        profile_steps, now = self._signals.take_profile_steps(), time.monotonic()
+        stop, save, now = self._signals.first or (_LAUNCHER_DIED if self._launcher.lost else 0), False, time.monotonic()
+        is_asked = self._signals.take_asked()
+        asked = {name: file.number("") if is_asked and file.by_signal else 0 for name, file in self._asked.items()}
         stop = _TIME_IS_OVER if now >= self._time_limit else stop
         if self._files is not None and now >= self._look_at:
             stop = _STOP_FILE if self._files.stop_requested() else stop
             save = self._files.save_requested()
-            profile_steps = profile_steps or self._files.take_profile_steps()
-            record = self._files.take_record_request()
+            asked |= self._files.take_asked()
             ended = time.monotonic()
             self._look_at = ended + min((ended - now) / _LOOKING_FRACTION, _LONGEST_LOOK_S)
-        own = [stop, int(save), profile_steps, int(record), int(self._rejection != "")]
+        own = [stop, int(save), int(self._rejection != ""), *asked.values()]
         if dist.get_world_size(self._group) == 1:
             return own
         values = torch.tensor(own, dtype=torch.int32)
@@ -154,20 +156,21 @@ def process_age_s() -> float:
 
 
 class ControlFiles:
-    """Looks for the files STOP, SAVE, PROFILE and RECORD in the run folder, on rank 0.
+    """Looks for the files STOP and SAVE, and those of extensions, in the run folder, on rank 0.
 
     A SAVE file is removed after the commit of its checkpoint.
 
     Args:
         run: run folder.
         committed_step: returns the step of the newest checkpoint that this process has committed.
+        asked: files of extensions by name.
     """
 
-    def __init__(self, run: Path, committed_step: Callable[[], int]) -> None:
-        self.stop_path, self.save_path, self.profile_path = run / STOP_FILE, run / SAVE_FILE, run / PROFILE_FILE
-        self.record_path, self._record_remains = run / RECORD_FILE, False
+    def __init__(self, run: Path, committed_step: Callable[[], int], asked: Mapping[str, RequestFile]) -> None:
+        self.stop_path, self.save_path = run / STOP_FILE, run / SAVE_FILE
         self._committed_step = committed_step
-        self._profile_remains = False  # PROFILE cannot be removed: it has requested a profile once
+        self._asked = {run / name: file for name, file in asked.items()}
+        self._remaining: set[Path] = set()  # files that cannot be removed: each has acted once
         self._seen = 0  # modification time of the SAVE file that was requested last, in ns; 0: none yet
         self._saved_at: int | None = None  # step of the save for this file; None: there is no unfinished save
 
@@ -190,29 +193,20 @@ class ControlFiles:
         """Record that the requested checkpoint is saved after `step`."""
         self._saved_at = step
 
-    def take_profile_steps(self) -> int:
-        """Remove PROFILE if there is this file. Return the number of steps to profile, which may be in it; otherwise 0.
-        """
-        if self._profile_remains or not os.path.exists(self.profile_path):
-            return 0
+    def take_asked(self) -> dict[str, int]:
+        """Remove the files of extensions that are there. Return their numbers by name."""
+        return {path.name: self._take(path, file) for path, file in self._asked.items()
+                if path not in self._remaining and os.path.exists(path)}
+
+    def _take(self, path: Path, file: RequestFile) -> int:
         text = ""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            text = read_text(self.profile_path)[:20].strip()
+            text = read_text(path)
         try:
-            self.profile_path.unlink()
+            path.unlink()
         except OSError:
-            self._profile_remains = True
-        return min(max(int(text), 1), MOST_STEPS) if text.isdecimal() else DEFAULT_PROFILE_STEPS
-
-    def take_record_request(self) -> bool:
-        """Remove RECORD if there is this file, and return whether there was. If it cannot be removed, it acts once."""
-        if self._record_remains or not os.path.exists(self.record_path):
-            return False
-        try:
-            self.record_path.unlink()
-        except OSError:
-            self._record_remains = True
-        return True
+            self._remaining.add(path)
+        return file.number(text)
 
     def close(self) -> None:
         """Remove SAVE: the last step of this process has been saved."""

@@ -14,10 +14,8 @@ from types import FrameType
 
 import psutil
 
-from pretrain.config.profiles import DEFAULT_PROFILE_STEPS
-
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PROFILE_SIGNAL = signal.SIGUSR2  # the ranks profile the next steps
+ASKING_SIGNAL = signal.SIGUSR2  # asks what a file of an extension asks: RequestFile.by_signal
 LAST_SIGNAL = 3  # number of signals that end a process at once
 _COPY_S = 5.0  # a launcher passes a signal on to its ranks within this time
 
@@ -68,14 +66,14 @@ class SignalListener:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.reported = False
-        self._profile_steps = 0
+        self._is_asked = False
         self._count, self._report, self._closed = SignalCount(), report, False
         self._ranks, self._launcher = _ranks_of_launcher()
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=[reader], name="signals", daemon=True).start()
-        for number in (*SIGNALS, PROFILE_SIGNAL):
+        for number in (*SIGNALS, ASKING_SIGNAL):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # started by nohup: the end of the terminal must not end the run
             signal.signal(number, _ignore)
@@ -92,9 +90,9 @@ class SignalListener:
             self.reported = True
             self._report(describe(number, 1))
 
-    def take_profile_steps(self) -> int:
-        """Return the number of steps to profile if PROFILE_SIGNAL has come since the last call, otherwise 0."""
-        taken, self._profile_steps = self._profile_steps, 0
+    def take_asked(self) -> bool:
+        """Return whether ASKING_SIGNAL has come since the last call."""
+        taken, self._is_asked = self._is_asked, False
         return taken
 
     def close(self) -> None:
@@ -103,8 +101,8 @@ class SignalListener:
 
     def _listen(self, reader: socket.socket) -> None:
         while numbers := reader.recv(1):
-            if numbers[0] == PROFILE_SIGNAL:
-                self._profile_steps = DEFAULT_PROFILE_STEPS
+            if numbers[0] == ASKING_SIGNAL:
+                self._is_asked = True
             if numbers[0] in SIGNALS and not (self._closed and numbers[0] != signal.SIGINT):
                 self._receive(numbers[0])
 

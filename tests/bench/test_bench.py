@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 
 from pretrain.cli import Parser
-from pretrain.commands.bench.data import DataBench, least_seconds, loading, preparing
-from pretrain.commands.bench.processes import BenchContext, InterleavedResults, run_interleaved
-from pretrain.commands.bench.profile import PROJECT
-from pretrain.commands.bench.report import check_markers, markers, write_between_markers
-from pretrain.commands.bench.sections import BARE, LOOP, PEERS, PRODUCTS, compare
-from pretrain.commands.bench.settings import PRESETS, SECTIONS, BenchSettings, add_flags, validate_flags
-from pretrain.commands.bench.store import delayed_server
-from pretrain.commands.bench.store import measure as measure_store
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
 from tests.support.rejection import rejection
+from tools.benchmarks.data import DataBench, least_seconds, loading, preparing
+from tools.benchmarks.processes import BenchContext, InterleavedResults, run_interleaved
+from tools.benchmarks.profile import PROJECT
+from tools.benchmarks.report import check_markers, markers, write_between_markers
+from tools.benchmarks.sections import BARE, LOOP, PEERS, PRODUCTS, compare
+from tools.benchmarks.settings import PRESETS, SECTIONS, BenchSettings, add_flags, validate_flags
+from tools.benchmarks.store import delayed_server
+from tools.benchmarks.store import measure as measure_store
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--preset", "cpu-small", "--device", "cpu", "--rounds", "2"]
@@ -162,7 +162,7 @@ def test_tables_are_written_between_the_two_markers(tmp_path: Path) -> None:
 def test_the_page_has_the_markers_of_its_commands() -> None:
     """Each command with --write finds its markers in the page."""
     commands = [line.split() for line in (ROOT / "tools/measurements.md").read_text().splitlines()
-                if line.startswith("ds-pretrain bench ") and "--write" in line]
+                if line.startswith("python tools/bench.py ") and "--write" in line]
     assert len(commands) == 3
     for words in commands:
         parser = Parser()

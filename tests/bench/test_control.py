@@ -1,6 +1,6 @@
 """The control plane of 64 and 1,024 pretended ranks: counts of operations, and how they grow. No times.
 
-The functions are the real ones, on a temporary folder (pretrain/commands/bench/counting.py).
+The functions are the real ones, on a temporary folder (tools/benchmarks/counting.py).
 """
 
 from dataclasses import replace
@@ -13,12 +13,12 @@ from pretrain.checkpoint.format.shard_index import index_name
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, verify_weights
 from pretrain.checkpoint.load.load_checkpoint import open_checkpoint
 from pretrain.checkpoint.load.start import check_start
-from pretrain.commands.bench.control import PhaseCounts, count_phase
-from pretrain.commands.bench.control_phases import PHASES, hang_record
-from pretrain.commands.bench.counting import Counts, count_files, quick_clock
-from pretrain.commands.bench.pretended_run import RANKS_PER_HOST, STEP, Ranks, pretend
 from pretrain.distributed.device import cpu_device
 from pretrain.resilience import hang_report
+from tools.benchmarks.control import PhaseCounts, count_phase
+from tools.benchmarks.control_phases import PHASES, hang_record
+from tools.benchmarks.counting import Counts, count_files, quick_clock
+from tools.benchmarks.pretended_run import RANKS_PER_HOST, STEP, Ranks, pretend
 
 FEW, MANY = 64, 1024
 INDEX_BYTES = "index bytes"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
-from pretrain.commands.bench.profile import (
+from tools.benchmarks.profile import (
     ACTIVATIONS,
     ATTENTION,
     COLLECTIVES,

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders
+from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, read_manifest
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.retention import remove
 from pretrain.errors import ConfigError

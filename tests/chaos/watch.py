@@ -4,8 +4,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import Manifest, step_of
-from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, step_of
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.monitor.read_run_folder import read_events, read_metrics
 

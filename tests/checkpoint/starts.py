@@ -4,8 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pretrain.callback import Run
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
-from pretrain.checkpoint.format.run_manifest import manifest_of
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, manifest_of
 from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.start import Start, check_start

@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from pretrain.checkpoint.adopt.adopt import adopt, plan_adoption
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Omission
 from pretrain.checkpoint.adopt.run_files import RUN_YAML, run_files
 from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.checkpoint.adopt.weight_decay import WeightDecay
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
 from pretrain.checkpoint.load.reader import CheckpointReader
@@ -64,15 +64,15 @@ def rejected(run: ForeignRun, *accepted: str) -> str:
 def test_all_losses_are_listed_in_one_line(tmp_path: Path) -> None:
     dropout = {**SHAPES["gpt2"], "resid_pdrop": 0.1}
     run = foreign_run(tmp_path, dropout, consumed_samples=None, precision="fp16",
-                      losses=(Loss("other_states", "an average of the weights"),))
+                      omissions=(Omission("other_states", "an average of the weights"),))
     line = rejected(run)
     assert "\n" not in line
     for part in ("other_states (an average of the weights)", "data_position (", "loss_scale (", "rng (the model has",
-                 "--accept_loss_of other_states,data_position,loss_scale,rng adopts the run without it"):
+                 "--accept_without other_states,data_position,loss_scale,rng adopts the run without it"):
         assert part in line, (part, line)
-    assert "--accept_loss_of loss_scale,rng" in rejected(run, "other_states", "data_position")
+    assert "--accept_without loss_scale,rng" in rejected(run, "other_states", "data_position")
     plan = plan_adoption(run, frozenset(("other_states", "data_position", "loss_scale", "rng", "schedule")))
-    assert plan.notes == ("--accept_loss_of schedule has no effect: nothing of it is lost",)
+    assert plan.notes == ("--accept_without schedule has no effect: nothing of it is lost",)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -83,7 +83,7 @@ def test_dropout_of_a_model_without_a_family_needs_random_states(dropout: float,
     if dropout:
         assert "rng (the model has dropout" in rejected(run)
     else:
-        assert plan_adoption(run, frozenset()).losses == ()
+        assert plan_adoption(run, frozenset()).omissions == ()
 
 
 def test_a_run_without_states_begins_its_optimizer_anew(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_average import plan_average
 from pretrain.checkpoint.convert.plan_export import model_card, plan_export
-from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
@@ -134,14 +135,14 @@ def test_wrong_checkpoints_are_rejected_in_one_line(run: Path, tmp_path: Path) -
 
 def test_the_tool_verifies_all_files_and_leaves_nothing_of_a_failed_average(run: Path, tmp_path: Path) -> None:
     copy, out = _copy(run, tmp_path), tmp_path / "out"
-    done = run_tool("average_checkpoints.py", str(copy), "--steps=1,2,3", "--ema=0.5", f"--output={out}")
+    done = run_tool("average", str(copy), "--steps=1,2,3", "--ema=0.5", f"--output={out}")
     assert done.returncode == 0, done.stderr
     assert "0.1429 x step 1, 0.2857 x step 2, 0.5714 x step 3" in done.stdout
     file = max((copy / "checkpoints" / "global_step2").glob("*optim_states.pt"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[-200] ^= 1
     file.write_bytes(content)
-    done = run_tool("average_checkpoints.py", str(copy), "--last=3", f"--output={tmp_path / 'other'}")
+    done = run_tool("average", str(copy), "--last=3", f"--output={tmp_path / 'other'}")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "global_step2: the checkpoint is damaged" in done.stderr

@@ -14,8 +14,15 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, head_of, parse_head, read_head, read_manifest
-from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, complete_checkpoints
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.run_checkpoints import (
+    LATEST_FILE,
+    complete_checkpoints,
+    head_of,
+    parse_head,
+    read_head,
+    read_manifest,
+)
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import (
     check_space,

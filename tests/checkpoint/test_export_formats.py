@@ -19,7 +19,8 @@ from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_trainer import export_trainer
 from pretrain.checkpoint.convert.plan_export import check_has_states, plan_export
 from pretrain.checkpoint.convert.universal import convert
-from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.commands.import_run import main as import_main
 from pretrain.commands.weights import export_main
 from pretrain.errors import ConfigError

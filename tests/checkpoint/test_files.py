@@ -19,8 +19,8 @@ from pretrain.checkpoint.format.hashed_files import (
     sha256_of,
     write_atomically,
 )
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, files_in, read_manifest
-from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, newest_good
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, files_in, newest_good, read_manifest
 from pretrain.checkpoint.format.verify import files_of_rank, find_damage
 from pretrain.errors import ConfigError
 from pretrain.paths import free_bytes

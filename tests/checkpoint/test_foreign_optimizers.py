@@ -40,8 +40,8 @@ def test_adam_with_decay_in_the_gradient() -> None:
     in_json = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}
     assert recognize("file", [group], states, in_json).params["adam_w_mode"] is False
     assert recognize("file", [group], states, {"optimizer": {"type": "Adam", "params": {}}}).type == "AdamW"
-    assert recognize("file", [group], states, {}).losses == (UNKNOWN_DECAY,)
-    assert recognize("file", [{**group, "weight_decay": 0.0}], states, {}).losses == ()
+    assert recognize("file", [group], states, {}).omissions == (UNKNOWN_DECAY,)
+    assert recognize("file", [{**group, "weight_decay": 0.0}], states, {}).omissions == ()
     lion = {key: value for key, value in group.items() if key != "eps"}
     assert recognize("file", [lion], states, {}).states == ("exp_avg",), "DeepSpeedCPULion has an unused state"
 
@@ -50,9 +50,9 @@ def test_settings_in_which_groups_differ_are_a_loss() -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True,
              "amsgrad": False}
     states = ("exp_avg", "exp_avg_sq")
-    assert recognize("file", [group, {**group, "weight_decay": 0.0}], states, {}).losses == ()
+    assert recognize("file", [group, {**group, "weight_decay": 0.0}], states, {}).omissions == ()
     warm = [{**group, "initial_lr": 0.2}, {**group, "lr": 0.05, "initial_lr": 0.1, "betas": (0.9, 0.99)}]
-    (loss,) = recognize("file", warm, states, {}).losses
+    (loss,) = recognize("file", warm, states, {}).omissions
     assert loss.name == "other_states"
     assert "lr 0.2 and 0.1, betas (0.9, 0.95) and (0.9, 0.99); here" in loss.reason
 

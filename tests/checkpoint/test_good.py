@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from pretrain.checkpoint.format.fragments import FileLocation, FlatTensor, Fragment
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
-from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, latest_problem, newest_good, newest_step
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.run_checkpoints import (
+    LATEST_FILE,
+    latest_problem,
+    newest_good,
+    newest_step,
+    read_manifest,
+)
 from pretrain.checkpoint.save.commit import commit, temporary_folder, write_part
 from pretrain.checkpoint.save.retention import prune
 from pretrain.checkpoint.save.save_checkpoint import FiniteCheck

@@ -193,7 +193,7 @@ def test_parts_of_all_ranks_make_the_model(name: str, tmp_path: Path) -> None:
     for key in run.shapes:
         assert torch.equal(run.read(key, "fp32"), expected[key]), key
     assert {key for key in expected if key not in run.shapes} <= {"lm_head.weight", "embed_out.weight"}
-    assert [loss.name for loss in run.losses] == ["optimizer"] + ["other_states"] * (name == "gpt_neox")
+    assert [omission.name for omission in run.omissions] == ["optimizer"] + ["other_states"] * (name == "gpt_neox")
 
 
 def test_a_model_without_a_pipeline_is_read(tmp_path: Path) -> None:

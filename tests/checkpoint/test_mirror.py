@@ -10,8 +10,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
-from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, complete_checkpoints
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, complete_checkpoints, read_manifest
 from pretrain.checkpoint.format.verify import files_of_rank, find_damage
 from pretrain.checkpoint.save.mirror import (
     check_mirror,

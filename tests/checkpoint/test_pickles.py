@@ -14,8 +14,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch._weights_only_unpickler import _get_allowed_globals
 
 from pretrain.checkpoint.format.hashed_files import HashedFile
-from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.format.verify import USUAL_GLOBALS, damage_of, has_only_usual_globals, pickle_globals
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import FileEngine

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
-from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, newest_good
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, newest_good, read_manifest
 from pretrain.checkpoint.save import retention
 from pretrain.checkpoint.save.mirror import fetch, finish_upload, mirrored_checkpoints, upload, withdraw
 from pretrain.checkpoint.save.retention import (

@@ -56,7 +56,7 @@ def saved(folder: Path, **arguments: Any) -> dict[str, Any]:
 
 
 def names_of(arguments: dict[str, Any], ranks: int = 2) -> list[str]:
-    return [loss.reason.split()[0] for loss in effects_of_arguments(arguments, ranks=ranks).losses]
+    return [omission.reason.split()[0] for omission in effects_of_arguments(arguments, ranks=ranks).omissions]
 
 
 def test_the_defaults_are_equal_here(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_the_defaults_are_equal_here(tmp_path: Path) -> None:
     fields = {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
     assert fields - found.keys() <= {"debug", "disable_tqdm"}
     effects = effects_of_arguments(found, ranks=2)
-    assert (effects.flags, effects.losses, effects.notes) == ({}, (), ())
+    assert (effects.flags, effects.omissions, effects.notes) == ({}, (), ())
 
 
 def test_settings_without_a_counterpart_are_named(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_settings_without_a_counterpart_are_named(tmp_path: Path) -> None:
 def test_the_module_of_transformers(model: str, changes: dict[str, Any], with_labels: bool, flags: dict[str, Any],
                                     words: str) -> None:
     found = effects_of_module({**(MODELS | EXPERTS)[model], **changes}, with_labels=with_labels)
-    texts = [*found.notes, *(loss.reason for loss in found.losses)]
+    texts = [*found.notes, *(omission.reason for omission in found.omissions)]
     assert found.flags == flags
     assert (words in texts[0]) if words else texts == []
 
@@ -104,14 +104,14 @@ def test_a_schedule_is_complete_or_missing(tmp_path: Path) -> None:
                                      ("inverse_sqrt", {"timescale": 50}, False), ("polynomial", {}, True),
                                      ("polynomial", {"power": 2.0}, False), ("greedy", {}, False)):
         arguments = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": settings, "warmup_steps": 0.1}
-        schedule, losses = schedule_of(arguments, 200, 50)
+        schedule, omissions = schedule_of(arguments, 200, 50)
         run = foreign_run(tmp_path / f"{kind}{json.dumps(settings)}", SHAPES["llama"], schedule=schedule)
         text = run_files(run, WeightDecay(), tmp_path)[RUN_YAML]
         assert ("lr_schedule: " in text) == is_equal
         assert ("lr_warmup_steps: 20" in text) == is_equal
         assert ("lr_schedule" in missing_flags(run)) == (not is_equal)
-        assert [loss.name for loss in losses] == ([] if is_equal else ["schedule"])
-        assert is_equal or f"{kind}" in losses[0].reason
+        assert [omission.name for omission in omissions] == ([] if is_equal else ["schedule"])
+        assert is_equal or f"{kind}" in omissions[0].reason
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("AdamW", 1), ("SGD", 0), ("Adagrad", 0)])

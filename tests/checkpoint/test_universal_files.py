@@ -110,8 +110,8 @@ def test_parameters_without_states_are_a_loss(tmp_path: Path) -> None:
     for state in ("exp_avg", "exp_avg_sq", "step"):
         (tmp_path / "zero" / NORM / f"{state}.pt").unlink()
     run = load(tmp_path)
-    assert [loss.name for loss in run.losses] == ["other_states"]
-    assert run.losses[0].reason.startswith("model.norm.weight has no optimizer states")
+    assert [omission.name for omission in run.omissions] == ["other_states"]
+    assert run.omissions[0].reason.startswith("model.norm.weight has no optimizer states")
     assert torch.equal(run.read(NORM, "fp32"), states["fp32"][NORM])
     assert not run.read(NORM, "exp_avg").any()
     assert all(path.is_file() for path in run.files)

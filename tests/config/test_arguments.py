@@ -5,18 +5,36 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.cli import OWNED, Parser, note_old_name
 from pretrain.cluster.hosts.preflight import preflight_request
 from pretrain.cluster.supervise.launch_command import run_setting
 from pretrain.config.flags.arguments import FLAGS, data_spec
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.errors import ConfigError
+from pretrain.old_names import OLD_NAMES
 
 
-def test_exit_at_step_is_exit_step(tmp_path: Path) -> None:
+def test_old_names_are_read_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each old name in a YAML and on the command line sets the flag of today; other ranks and children are silent."""
+    assert not OLD_NAMES.keys() & {*FLAGS, *OLD_NAMES.values()}
     path = tmp_path / "run.yaml"
     path.write_text("exit-at-step: 7\n")
-    assert parse_arguments(["--config", str(path)]).exit_step == 7
+    for silent in ({"RANK": "1"}, {OWNED: "1"}):
+        with monkeypatch.context() as patch:
+            patch.setenv(*next(iter(silent.items())))
+            note_old_name.cache_clear()
+            assert parse_arguments(["--config", str(path)]).exit_step == 7
+            assert capsys.readouterr().err == ""
+    note_old_name.cache_clear()
     assert parse_arguments(["--config", str(path), "--exit-at-step=5"]).exit_step == 5
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(line.partition("exit-at-step")[0] for line in lines) == [
+        f"ds-pretrain: {path}:1: note: ", "ds-pretrain: command line: note: "]
+    parser = Parser()
+    parser.add_argument("--accept_without")
+    assert parser.parse_args(["--accept-loss-of", "rng"]).accept_without == "rng"
+    assert "accept-loss-of is called accept_without now" in capsys.readouterr().err
     assert parse_arguments(["--exit_at_step", "6"]).exit_step == 6
     assert run_setting(["train.py", "--exit_at_step", "9"], "exit_step") == "9"
     path.write_text("exit_at_step: 7\nexit_step: 8\n")

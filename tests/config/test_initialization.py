@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import Manifest
-from pretrain.checkpoint.format.run_manifest import manifest_of
+from pretrain.checkpoint.format.manifest import Manifest, manifest_of
 from pretrain.checkpoint.load.resume import make_resume
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.model_of_run import check_initialization_flags

@@ -14,7 +14,6 @@ import pytest
 from pretrain.commands.check import main as check
 from pretrain.config import feature_rules
 from pretrain.config.ds_json.read import get_value
-from pretrain.config.expected_curve import Expected
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_run
@@ -22,10 +21,10 @@ from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.deepspeed_version import deepspeed_version
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.errors import ConfigError
-from pretrain.stored_json import read_json
 from tests.support.effort import HEAVY, run_and_list_imports
 from tests.support.general_models import GENERAL_MODELS
-from tests.wrong_inputs.inputs import CPU, NOTHING, WRONG, run_json, run_words, z
+from tests.wrong_inputs.case import NOTHING
+from tests.wrong_inputs.inputs import CPU, WRONG, run_json, run_words, z
 from tests.wrong_inputs.world import make_world
 
 ROOT = Path(__file__).parents[2]
@@ -111,29 +110,6 @@ def test_notes_on_rates_that_hardly_fit_the_run(world: Path, capsys: pytest.Capt
         **scheduler, "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}}).notes)
     assert any(note.startswith("--lr_schedule cosine: the learning rate reaches its lowest value, 0.0001, at step 20, "
                                "and 30 of the 50") for note in plan_of(world, {}, lr_decay_steps=20).notes)
-
-
-def test_notes_on_an_expected_curve(world: Path) -> None:
-    """The curve of a run of 50 steps of 64 tokens with one sample: what differs from it is noted."""
-    def notes(**flags: Any) -> list[str]:
-        plan = plan_of(world, {}, expected_curve=str(world / "ladder-right.json"), **flags)
-        assert plan.expected is not None
-        assert plan.expected.at(3200) == Expected(4.0, 3.9, 4.1)
-        return [note.removeprefix("--expected_curve: ") for note in plan.notes if "--expected_curve" in note]
-
-    assert notes() == []
-    assert notes(valid_data=str(world / "few")) == []  # the ladder names the training data only
-    assert [note.split(",")[0] for note in notes(train_steps=100)] == [
-        "the curve ends at 3", "the ladder predicts a run of 3"]
-    assert notes(residual_dropout=0.1) == [
-        "with dropout, the training loss is higher than the validation loss that a ladder predicts"]
-    assert notes(mup_base_width=64, model_overrides="tie_word_embeddings=false")[0].startswith(
-        "the learning rates of the ladder are scaled as standard, and those of this run are muP")
-    values = read_json(world / "ladder-right.json")
-    values["target"]["peak_lr"] = 1e-2
-    (world / "ladder-rate.json").write_text(json.dumps(values))
-    plan = plan_of(world, {}, expected_curve=str(world / "ladder-rate.json"))
-    assert "the peak learning rate is 0.001, and 0.01 in the run that the ladder predicts" in plan.notes[-1]
 
 
 @pytest.mark.parametrize(("vocab_size", "fits"), [(300, True), (512, True), (8192, False)])

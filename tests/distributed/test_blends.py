@@ -10,7 +10,7 @@ import pytest
 
 from pretrain.analysis.evaluate.data import DataFlags, open_data
 from pretrain.analysis.model_source import evaluation_source
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_metrics

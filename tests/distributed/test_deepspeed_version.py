@@ -32,7 +32,7 @@ def test_an_unknown_version_trains_without_the_shortcuts(corpus: str, tmp_path: 
     assert code == 0, output
     notes = [line for line in output.splitlines() if UNKNOWN in line]
     assert len(notes) == 1
-    assert "ds-pretrain doctor --deepspeed" in notes[0]
+    assert "python -m tests.upstream.reproduce" in notes[0]
     code, output, expected = train(tmp_path / "known", corpus, TESTED[-1], "")
     assert code == 0, output
     assert "outside the tested versions" not in output

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from tests.support.cases import config, flags
 from tests.support.launch import train_ranks
 from tests.support.run_rows import rows

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 from tests.support.cases import case, config
 from tests.support.launch import ROOT, run_worker, train_ranks

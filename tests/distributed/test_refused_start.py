@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.commands.bench.pretended_run import pretend
 from pretrain.distributed.process import free_port
 from pretrain.errors import REJECTED
 from tests.support.cases import config, flags
 from tests.support.launch import LIMIT_S, ROOT
+from tools.benchmarks.pretended_run import pretend
 
 RANKS = 3
 

@@ -12,9 +12,10 @@ import pytest
 
 from pretrain.monitor.read_run_folder import read_rows
 from tests.distributed.test_ds_configs import EXPERTS, FILES, ranks_of
-from tests.distributed.test_run_evaluations import NAMES, write_data
 from tests.dry_gpu.conftest import DryGpu
+from tests.extensions.tasks.test_run_evaluations import NAMES, write_data
 from tests.support.cases import config, flags
+from tests.support.launch import ROOT
 
 STEPS = 4
 
@@ -204,7 +205,8 @@ COMMANDS: dict[str, tuple[list[str], tuple[int, str], tuple[int, str]]] = {
     "sanity": (["sanity", *FLAGS], (1, NOTHING), (1, NOTHING)),
     "find-lr": (["find-lr", *FLAGS, "--steps=3"], (1, "the loss did not fall"), (1, NOTHING)),
     "replay": (["replay", f"{RUN}@3", "--output", NEW], (0, ""), (2, NOTHING)),
-    "bench": (["bench", "--device=cuda", "--preset=cpu-small", "--rounds=1"], (0, "plain PyTorch"), (1, NOTHING)),
+    "bench": (["tools/bench.py", "--device=cuda", "--preset=cpu-small", "--rounds=1"], (0, "plain PyTorch"),
+              (1, NOTHING)),
     "compare": (["compare", "measure", "--model=tiny", "--world_size=1", "--configs=zero2_bf16", "--seq_length=64"],
                 (0, ""), (2, NOTHING)),
     "check": (["check", "--world_size=2", *FLAGS], (0, "model"), (0, "model")),
@@ -228,7 +230,8 @@ def test_commands_end_and_say_that_the_device_computes_nothing(
     given = {"FLAGS": [f"--{key}={value}" for key, value in trained.items()]}
     replaced = [text.replace("RUN", str(trained["save"])).replace("NEW", str(tmp_path / "new"))
                 for word in words for text in given.get(word, [word])]
-    done = dry_gpu(["python", "-m", "pretrain", *replaced], **({"DRY_GPU_CHECKED": "1"} if broken else {}))
+    program = [str(ROOT / replaced.pop(0))] if replaced[0].startswith("tools/") else ["-m", "pretrain"]
+    done = dry_gpu(["python", *program, *replaced], **({"DRY_GPU_CHECKED": "1"} if broken else {}))
     code, part = expected[broken]
     assert (done.returncode, part in done.stdout) == (code, True), done.stdout[-4000:]
     assert "Traceback" not in done.stdout

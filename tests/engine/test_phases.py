@@ -1,8 +1,5 @@
 """Phase timers with events of a device that lags behind."""
 
-import pytest
-
-from pretrain.engine import collective_waits
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, PhaseTimers
 
 
@@ -102,18 +99,3 @@ def test_waiting_for_others_is_a_part_of_its_phase() -> None:
     assert timers.waited_ms == {"forward": 10, "backward": 0, "reduce": 0, "optimizer": 0, "wait": 0, "other": 0}
     timers.take_ms()
     assert set(timers.waited_ms.values()) == {0}
-
-
-def test_each_wait_of_an_operation_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device()
-    timers = PhaseTimers(device.event)
-    monkeypatch.setattr(collective_waits._Measured, "timers", timers)
-    wait = collective_waits._measured(lambda: "done")
-    before = collective_waits.host_waited_s()
-    assert wait() == "done"
-    assert collective_waits.host_waited_s() == before
-    with timers.training_step():
-        timers.enter(BACKWARD)
-        assert [wait(), wait()] == ["done", "done"]
-    assert (timers.take_ms()["backward"], timers.waited_ms["backward"]) == (50, 20)
-    assert collective_waits.host_waited_s() > before

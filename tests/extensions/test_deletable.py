@@ -1,11 +1,13 @@
 """Each extension is one folder: without it and its tests, all else works. Also a check that the core reaches none."""
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,11 @@ from tests.support.cases import config, flags
 from tests.support.launch import ROOT
 
 NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/extension.py"))
-# flags with which a run uses the extension
-USED = {"cpu_kernels": {}, "notify": {"notify_command": "true"}, "replay": {"recompute_interval": 1}}
+# flags with which a run uses the extension; {}: it has none, and each run uses it
+USED: dict[str, dict[str, Any]] = {
+    "cpu_kernels": {}, "hints": {}, "ladder": {"expected_curve": "ladder.json"}, "notify": {"notify_command": "true"},
+    "profile": {"profile_steps": 1}, "replay": {"recompute_interval": 1}, "sanity": {"sanity_check": "true"},
+    "slow_ranks": {}, "tasks": {"show_predictions": 1}}
 
 
 def tree_without(name: str, folder: Path) -> Path:
@@ -55,11 +60,14 @@ def test_the_tree_without_an_extension(name: str, corpus: str, tmp_path: Path) -
              "save_interval": 2}
     words = [f"--{key}={value}" for key, value in given.items()]
     used = [f"--{key}={value}" for key, value in USED[name].items()]
+    if (ROOT / f"tests/extensions/{name}/used.py").is_file():  # the files that these flags name
+        importlib.import_module(f"tests.extensions.{name}.used").write_files(
+            tmp_path, [word.replace("ds.json", str(tmp_path / "ds.json")) for word in words])
     run("-m", "pretrain.train", *words, *used, "--exit_step=2", code=str(ROOT), cwd=tmp_path)
     assert "resumed from" in run("-m", "pretrain.train", *words, cwd=tmp_path)
     run("-m", "pretrain", "check", "--world_size=1", *words, cwd=tmp_path)
-    flag = next(iter(USED[name]))
-    assert f"--{flag}" not in run("-m", "pretrain", "train", "--help")
+    shown = run("-m", "pretrain", "train", "--help")
+    assert [flag for flag in USED[name] if f"--{flag}" in shown] == []
     assert f"\n{name} (" not in run("-m", "pretrain", "extensions")
     run("-m", "pretrain", "summary", str(tmp_path / "run"))
     run("-m", "ruff", "check", "-q", ".")

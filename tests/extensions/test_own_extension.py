@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.errors import REJECTED
 from pretrain.monitor.read_run_folder import read_rows
 from tests.support.cases import config, flags

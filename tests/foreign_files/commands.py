@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST
+from tests.support.extensions import modules_of_extensions
 
+_OF_EXTENSIONS = list(modules_of_extensions("foreign_files"))
 STEP = 4  # of the newest checkpoint
 _CHECKPOINT = f"checkpoints/global_step{STEP}"
 
@@ -18,6 +20,11 @@ class World:
     def __getattr__(self, name: str) -> Path:
         """Return a folder: run, own (the same run, unchanged), hf, data, foreign, victim, here, out, tmp, cache."""
         return self.folder / name
+
+    def base(self, name: str) -> Path:
+        """Return the folder of the files that FILES has under a name: the data, for those of an extension."""
+        is_of_extension = any(name in module.FILES for module in _OF_EXTENSIONS)
+        return self.data if is_of_extension else self.folder / name
 
     def flags(self, **changes: str) -> list[str]:
         """Return flags of a run of the user."""
@@ -49,9 +56,6 @@ def commands(world: World) -> dict[str, dict[str, Words]]:
             "average": ["average", run, "--last", "2", "--output", f"{out}/averaged"],
             "consolidate": ["checkpoint", "consolidate", run, f"{out}/consolidated"],
             "convert": ["checkpoint", "convert", run, f"{out}/converted"]},
-        "ladder": {"check": ["check", *world.flags(
-            expected_curve=f"{world.data}/ladder-right.json", deepspeed_config=f"{world.data}/ds.json",
-            model_overrides="", train_data=f"{world.data}/corpus", seq_length="64")]},
         "hf": {
             "generate": ["generate", hf, "--prompt", "w1 w2", "--max_new_tokens", "2"],
             "import --output": ["import", hf, "--output", f"{out}/imported"],
@@ -65,7 +69,8 @@ def commands(world: World) -> dict[str, dict[str, Words]]:
                  "documents": ["inspect", "documents", f"{world.data}/corpus"]},
         "foreign": {"import": ["import", str(world.foreign), "--model", f"{world.data}/gpt2.json",
                                "--save", f"{out}/adopted"]},
-        "trainer": {"import": ["import", str(world.trainer), "--save", f"{out}/adopted"]}}
+        "trainer": {"import": ["import", str(world.trainer), "--save", f"{out}/adopted"]},
+        **{name: words for module in _OF_EXTENSIONS for name, words in module.commands(world).items()}}
 
 
 # files of each folder, and the commands that read them; () are all
@@ -85,7 +90,6 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
             "consolidate", "convert"),
         f"{_CHECKPOINT}/shard_index_rank_00000.json": ("verify", "export", "generate", "convert"),
         "checkpoints/latest": ("list", "resume_from", "init_from", "export")},
-    "ladder": {"ladder-right.json": ()},
     "hf": {"config.json": (), "tokenizer.json": ("generate", "import --save", "import --output", "prepare"),
            "tokenizer_config.json": ("generate", "import --save", "import --output", "prepare"),
            "special_tokens_map.json": ("import --save", "prepare"),
@@ -97,7 +101,8 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "data": {"corpus.meta.json": (), "corpus.sha256.json": ("verify", "info", "check")},
     "trainer": {"config.json": (), "checkpoint-2/trainer_state.json": (), "checkpoint-2/config.json": (),
                 "checkpoint-2/latest": (), "checkpoint-2/generation_config.json": ()},
-    "foreign": {"latest": ()}}
+    "foreign": {"latest": ()},
+    **{name: files for module in _OF_EXTENSIONS for name, files in module.FILES.items()}}
 # values of run.json that name files, hosts, repositories, modules or commands
 PLACES = (*(f"0.flags.{name}" for name in (
     "tokenizer", "train_data", "valid_data", "test_data", "init_from", "model", "model_code", "dataset_module",

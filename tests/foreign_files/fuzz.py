@@ -175,7 +175,7 @@ def _values(name: str, content: bytes) -> Any:
 
 def _texts(fuzzer: Fuzzer, folder: str, numbers: random.Random, count: int) -> None:
     """Make values of the JSON files of a folder hostile."""
-    base = fuzzer.world.data if folder == "ladder" else getattr(fuzzer.world, folder)
+    base = fuzzer.world.base(folder)
     for file, readers in FILES[folder].items():
         path, names = base / file, list(readers or commands(fuzzer.world)[folder])
         if not path.is_file():
@@ -204,7 +204,7 @@ def _places(fuzzer: Fuzzer, numbers: random.Random, count: int) -> None:
 
 def _links(fuzzer: Fuzzer, folder: str, numbers: random.Random, count: int) -> None:
     """Replace files of a folder by links."""
-    base = fuzzer.world.data if folder == "ladder" else getattr(fuzzer.world, folder)
+    base = fuzzer.world.base(folder)
     for file, readers in FILES[folder].items():
         path, names = base / file, list(readers or commands(fuzzer.world)[folder])
         content = path.read_bytes() if path.is_file() else None
@@ -246,7 +246,7 @@ def main(folder: str, out: str, seed: str, count: str, *only: str) -> None:
     with open(out, "w", encoding="utf-8") as results:
         fuzzer = Fuzzer(world, sandbox, results)
         for name in only or FILES:
-            if (world.data if name == "ladder" else getattr(world, name)).is_dir():
+            if world.base(name).is_dir():
                 for command in commands(world)[name]:
                     fuzzer.run(name, "unchanged", command)
                 _texts(fuzzer, name, numbers, int(count))

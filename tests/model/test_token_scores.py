@@ -1,4 +1,4 @@
-"""Scores of tokens against torch's log_softmax. Layouts: tests/distributed/test_run_evaluations.py."""
+"""Scores of tokens against torch's log_softmax. Layouts: tests/extensions/tasks."""
 
 import pytest
 import torch

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.save.retention import Rollback
 from pretrain.resilience.guard import BadSteps
 from pretrain.resilience.rollback import _candidates

@@ -16,7 +16,7 @@ import pytest
 from pretrain.checkpoint.save.background import WRITER_MODULE, BackgroundWriter
 from pretrain.resilience import signals
 from pretrain.resilience.launcher_watch import launcher_name
-from pretrain.resilience.signals import PROFILE_SIGNAL, SignalCount
+from pretrain.resilience.signals import ASKING_SIGNAL, SignalCount
 from tests.support.launch import ROOT
 from tests.support.supervised import wait_until
 
@@ -41,7 +41,7 @@ def test_copies_that_a_launcher_passes_on_do_not_count(received: list[tuple[int,
 def _ignores_signals_of_ranks(pid: int) -> bool:
     """Return whether a process ignores the signals that SLURM sends to all processes of a job."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
-    return all(int(line.split()[1], 16) >> (number - 1) & 1 for number in (INT, TERM, USR1, PROFILE_SIGNAL))
+    return all(int(line.split()[1], 16) >> (number - 1) & 1 for number in (INT, TERM, USR1, ASKING_SIGNAL))
 
 
 def test_signals_of_the_ranks_do_not_end_the_background_processes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from tests.support.extensions import modules_of_extensions
 from tests.support.launch import ROOT
 
 README = ROOT / "README.md"
@@ -14,14 +15,12 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
     "tools/performance.md", "tools/measurements.md", "tools/metrics.md", "tools/report.md",
-    "tools/sanity_check.md",
-    "tools/ladder.md",
     "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
-    "launch/README.md", "launch/unattended.md", "launch/slow_ranks.md", "launch/right_results.md",
-    "pretrain/README.md", "pretrain/extensions/README.md",
-    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("pretrain/extensions/*/README.md"))), "tests/README.md",
+    "launch/README.md", "launch/unattended.md", "launch/right_results.md",
+    "pretrain/README.md", "pretrain/engine/patches/README.md", "pretrain/extensions/README.md",
+    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("pretrain/extensions/*/*.md"))), "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 
 _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
@@ -49,13 +48,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "DRY_GPU_COUNT=2 tools/dry_gpu/dry-gpu ds-pretrain --num_gpus 2 --config runs/quickstart/quickstart.yaml "
         "--deepspeed_config zero3_bf16 --gradient_accumulation_steps 2 --train_steps 4 --save runs/dry"),
     "needs the network": (
-        "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",
-        "git clone https://github.com/epoch-research/analyzing-chinchilla",
-        "awk -F, 'BEGIN {print \"run,parameters,tokens,loss\"} NR > 1 && $7 && $7 < 3.43 {printf "
-        "\"p%d,%s,%.8g,%s\\n\", NR, $4, $5 / 6 / $4, $7}' analyzing-chinchilla/data/svg_extracted_data.csv "
-        "> points.csv",
-        "ds-pretrain ladder --points points.csv",
-        "CHINCHILLA_POINTS=$PWD/points.csv pytest tests/analysis/scaling"),
+        "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
     "needs receivers and GPUs: tests/extensions/notify/test_follow_run.py": (
         "ds-pretrain supervise -- ds-pretrain --num_gpus 8 --config run.yaml --notify SLACK_URL MAIL_URL",
         "ds-pretrain --num_gpus 8 --config run.yaml --metrics_port 9100"),
@@ -81,11 +74,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "tests/model/test_on_fake_device.py runs it": ("python -m tests.model.on_fake_device",),
     "README.md evaluates and exports another run": (
         "ds-pretrain evaluate runs/run", "ds-pretrain export runs/run --output runs/run-hf"),
-    "a measurement, of no result that a test could check": ("python -m tests.support.slow_rank_cost",),
-    "takes an hour: tests/distributed/test_slow_ranks.py with -m slow": (
-        "python -m tests.support.slow_ranks --plant slow_link throttled niced stopped slow_reads --block_s 0.5 "
-        "--seconds 200",
-        "python -m tests.support.slow_ranks --healthy 20 --block_s 0.25 --blocks 80 --layouts zero1 zero3 pipeline2"),
     "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
@@ -95,30 +83,25 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "python -m tests.extensions.replay.planted_documents",),
     "takes minutes: tests/model/test_decoders.py": ("ds-pretrain models --prove --output tools/decoders.md",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
-    "takes a minute: tests/distributed/test_reproducers.py": (
-        "python -m pretrain.engine.patches.reproduce",),
+    "takes a minute: tests/upstream/test_reproducers.py": (
+        "python -m tests.upstream.reproduce",),
     "takes minutes: tests/chaos/test_chaos.py": (
         "python -m tests.chaos --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config "
         "runs/quickstart/quickstart.yaml --deepspeed_config zero1_bf16 --gradient_accumulation_steps 2 "
         "--train_steps 60 --save_interval 4 --keep_checkpoints 3 --async_save --save runs/chaos",),
     "takes minutes on an idle machine: tests/bench/test_bench.py": (
-        "ds-pretrain bench --preset cpu-small --rounds 2", "ds-pretrain bench --what store",
-        "ds-pretrain bench --what control",
-        "ds-pretrain bench --preset cpu-shakespeare --precision fp32",
-        "ds-pretrain bench --what step --preset cpu --write tools/measurements.md",
-        "ds-pretrain bench --what step --preset cpu-llama-2048 --write tools/measurements.md",
-        "ds-pretrain bench --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
+        "python tools/bench.py --preset cpu-small --rounds 2", "python tools/bench.py --what store",
+        "python tools/bench.py --what control",
+        "python tools/bench.py --preset cpu-shakespeare --precision fp32",
+        "python tools/bench.py --what step --preset cpu --write tools/measurements.md",
+        "python tools/bench.py --what step --preset cpu-llama-2048 --write tools/measurements.md",
+        "python tools/bench.py --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
     "takes a minute; tests/distributed/resilience/test_flight_record.py records smaller runs": (
         "ds-pretrain --deepspeed_config zero1_bf16 --model gpt2 --model_overrides n_layer=8,n_embd=512,n_head=8,"
         "vocab_size=16384,n_positions=512,resid_pdrop=0,attn_pdrop=0,embd_pdrop=0 --train_data "
         "runs/quickstart/data/train --seq_length 512 --micro_batch_size 8 --train_steps 9 --save_interval 0 "
         "--save runs/record_cost",
         "head -n 1 runs/record_cost/flight/start_0/rank_0.jsonl"),
-    "takes an hour; tests/commands/test_ladder.py trains smaller ones": (
-        "tools/ladder_grades/grade.sh python", "tools/ladder_grades/grade.sh gcide", "tools/ladder_grades/mixture.sh",
-        "ds-pretrain ladder --target run.yaml --budget 2h",
-        "ds-pretrain ladder --target run.yaml --budget 2h --gpu h100 --world_size 64",
-        "ds-pretrain --num_gpus 8 --config run.yaml --expected_curve runs/ladder/ladder.json"),
     "takes minutes; tests/test_claims.py repeats the other numbers of the page": (
         'run="ds-pretrain --num_accelerators 1 --config runs/quickstart/quickstart.yaml --micro_batch_size 16 '
         "--gradient_accumulation_steps 1 --lr_warmup_steps 1 --eval_interval 0 --eval_steps 1 --save_interval 0 "
@@ -146,16 +129,14 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "its data is eleven copies of another; tests/data/overlap/test_overlap.py searches smaller data": (
         "time ds-pretrain data overlap data/copies --against runs/quickstart/corpus/valid.jsonl --workers 1",),
     "needs GPUs": (
-        "ds-pretrain --num_gpus 8 --config run.yaml", "ds-pretrain bench --preset h200-gpt3-1.3b",
-        "ds-pretrain bench --preset h200-gpt3-1.3b --what determinism",
-        "ds-pretrain bench --preset h200-gpt3-1.3b --compile_blocks true",
-        "ds-pretrain bench --preset h200-llama-1b --compile_blocks true"),
+        "ds-pretrain --num_gpus 8 --config run.yaml", "python tools/bench.py --preset h200-gpt3-1.3b",
+        "python tools/bench.py --preset h200-gpt3-1.3b --what determinism",
+        "python tools/bench.py --preset h200-gpt3-1.3b --compile_blocks true",
+        "python tools/bench.py --preset h200-llama-1b --compile_blocks true"),
     "needs several hosts: tests/cluster/test_multihost_launch.py, test_mpi.py and test_supervised_hosts.py": (
         "ds-pretrain --hostfile HOSTS --config run.yaml", "launch/cluster.sh --hostfile HOSTS -- --config run.yaml",
         "launch/mpi.sh -np 16 --hostfile HOSTS -- --config run.yaml",
         "ds-pretrain supervise --hostfile HOSTS --min_hosts 6 -- ds-pretrain --hostfile HOSTS --config run.yaml",
-        "ds-pretrain supervise --min_hosts 6 --exclude_stragglers -- ds-pretrain --hostfile HOSTS --config run.yaml",
-        "ds-pretrain --exclude_stragglers --hostfile HOSTS --config run.yaml",
         "ds-pretrain check-cluster --hostfile HOSTS --config run.yaml"),
     "tests/cluster/test_doctor.py runs it; its exit code depends on the machine": (
         "ds-pretrain doctor --save runs/first",
@@ -178,6 +159,8 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "100 --save runs/store"),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
+for _module in modules_of_extensions("page_commands"):
+    NOT_RUN_BECAUSE.update(_module.NOT_RUN_BECAUSE)
 QUICKSTART = "launch/quickstart.sh"  # run before all pages
 NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in commands}
 
@@ -226,10 +209,11 @@ def looks_like_command(line: str) -> bool:
 
 
 def is_checked_by_name(command: str) -> bool:
-    """Return whether a command runs tests, installs packages or only names a subcommand: tests/test_pages.py checks the
+    """Return whether a command runs tests, installs packages or only names a program: tests/test_pages.py checks the
     names.
     """
-    return command.startswith(("pytest ", "pip install 'ds-pretrain[")) or named_subcommand(command) != ""
+    return command.startswith(("pytest ", "pip install 'ds-pretrain[")) or command == "python tools/bench.py" or \
+        named_subcommand(command) != ""
 
 
 def named_subcommand(command: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
-from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 
 
 class Poison:

@@ -6,9 +6,11 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pretrain.commands import COMMANDS
+from tests.support.extensions import modules_of_extensions
 
 ROOT = Path(__file__).parents[2]
 LONG = "n" * 300
@@ -59,6 +61,7 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "Gemma 3 nests these keys": ('gemma3_text rope_parameters: {"full_attention": {"rope_type": "default"}}',),
     "the default": ("gemma hidden_activation: null", "doctor --include=", "doctor --exclude=", "doctor --master_addr="),
 }
+NOTHING = object()  # a setting with this value is removed
 TRAIN = "pretrain/train.py"
 RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
        "train_steps": "50", "save": "{world}/run"}
@@ -66,12 +69,9 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     TRAIN: [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "models": ["--prove", "llama"],
-    "sanity": [word for name, value in RUN.items() for word in (f"--{name}", value)],
-    "find-lr": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check-cluster": [],
     "doctor": [],
     "extensions": [],
-    "bench": [],
     "compare": ["--model", "gpt2", "--world_size", "8"],
     "checkpoint list": ["{world}/done"],
     "checkpoint verify": ["{world}/done"],
@@ -86,7 +86,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "evaluate": ["{world}/done", "--data", "{world}/plain"],
     "summary": ["{world}/done"],
     "report": ["{world}/done"],
-    "replay": ["{world}/done@1"],
     "corpus": ["{world}/out"],
     "prepare": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
     "data hash": ["{world}/foreign"],
@@ -100,7 +99,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tokenizer": ["{world}/text.txt", "--out", "{world}/out"],
     "supervise": ["--save", "{world}/run", "--", "true"],
     "quickstart": ["{world}/out"],
-    "ladder": ["--target", "{world}/target.yaml", "--budget", "1h", "--out", "{world}/out"],
     "reproduce": ["layouts", "--out", "{world}/out"],
     "new": ["{world}/new.yaml", "--data", "{world}/text.txt", "--tokenizer", "bytes", "--model", "tiny", "--gpu", "cpu",
             "--world_size", "2", "--seq_length", "64", "--overwrite"],
@@ -110,6 +108,19 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "reference": ["metrics"],
     "completion": ["bash"],
 }
+
+
+def of_extensions() -> list[ModuleType]:
+    """Return the modules wrong_inputs.py of the extensions' tests.
+
+    They may have TOOLS, LEGAL, WRONG, OUTPUT_FILES, LINES and write_files.
+    """
+    return list(modules_of_extensions("wrong_inputs"))
+
+
+for _module in of_extensions():
+    # None: the flags of a run are a valid command line
+    TOOLS |= {name: words or TOOLS[TRAIN] for name, words in getattr(_module, "TOOLS", {}).items()}
 
 
 def case_of(name: str, program: str, line: str, culprit: str, files: dict[str, bytes] | None = None) -> Case:

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from shlex import quote
 
-from pretrain.paths import RUN_FILES
-from tests.wrong_inputs.case import DEEP, LONG, TRAIN, Case, case_of
+from pretrain.extension import run_files
+from tests.wrong_inputs.case import DEEP, LONG, TRAIN, Case, case_of, of_extensions
 from tests.wrong_inputs.world import HF_MODEL, safetensors_of
 
 EVALUATE, GENERATE = "evaluate", "generate"
@@ -33,7 +33,7 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
         "shell variable": "${HOME}/run", "HOME": "$HOME/run", "command": "$(pwd)/run",
         "URL": "s3://bucket/run"}, "--save"),
     ((TRAIN,), "RIGHT --save PATH", {
-        f"with {name}": f"{{world}}/run with {name}" for name in ("checkpoints", *RUN_FILES)}, _NAME),
+        f"with {name}": f"{{world}}/run with {name}" for name in ("checkpoints", *run_files())}, _NAME),
     ((TRAIN,), "RIGHT --checkpoint_mirror PATH", {
         **_UNWRITABLE, "the run folder": "{world}/run", "in the run": "{world}/run/mirror", "dots": "{world}/x/../run",
         "file URL": "file://{world}/run", "protocol": "s4://bucket/x", "no protocol": "://x"}, "--checkpoint_mirror"),
@@ -73,10 +73,7 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
       for flag in ("--json", "--csv", "--write")),
     (("compare",), "RIGHT --plot PATH.html", _NO_FILE, "--plot"),
     (("compare",), "RIGHT --plot PATH", {"folder": "{world}/nvme"}, "--plot"),
-    (("sanity", "find-lr", EVALUATE), "RIGHT --json PATH",
-     {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
-    (("find-lr",), "RIGHT --plot PATH", {**_NO_FILE, "folder": "{world}/nvme", "png": "x.png"}, "--plot"),
-    (("bench",), "RIGHT --write PATH", _ALL, "--write"),
+    ((EVALUATE,), "RIGHT --json PATH", {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
     (("new",), "PATH.yaml REST", _NO_FILE, _NAME),
     *((("new",), f"RIGHT --{flag} PATH", _UNREADABLE, flag) for flag in ("model", "tokenizer")),
     (("new",), "RIGHT --data PATH", _UNREADABLE, _NAME),
@@ -89,6 +86,8 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("supervise",), "--save PATH -- true", _UNWRITABLE, "--save"),
     (("check-cluster",), "--save PATH", _UNWRITABLE, "--save"),
     (("doctor",), "--hostfile PATH", _UNREADABLE, "--hostfile"),
+    *((programs, words, {**_NO_FILE, **paths}, culprit) for module in of_extensions()
+      for programs, words, paths, culprit in getattr(module, "OUTPUT_FILES", ())),
 ]
 
 _SAFETENSORS, _MANIFEST = "hf/model.safetensors", "done/checkpoints/global_step5/manifest.json"
@@ -112,7 +111,6 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
     (TRAIN, "--model {world}/done --save {world}/run --deepspeed_config {world}/ds.json --train_steps 5",
      "done: this is a run folder", {}),
     ("supervise", "ds-pretrain --save {world}/run", "`--`", {}),
-    ("find-lr", "RIGHT --from 0.1 --to 0.01", "--to", {}),
     *(("data verify", "{world}/corpus", "corpus.sha256.json", {"corpus.sha256.json": content})
       for content in (b"{", b"[]", b"\xff", b"[" * DEEP)),
     *(("data split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})
@@ -129,7 +127,7 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
     *(("import", words, culprit, _FOREIGN) for words, culprit in (
         ("{world}/hf", "--save --output"), ("RIGHT --step 7", "--step: it has no effect: --output imports weights"),
         ("{world}/hf --save {world}/out --step 7", "--step: it has no effect: {world}/hf has weights alone"),
-        ("{world}/hf --save {world}/out --accept_loss_of rng", "--accept_loss_of: it has no effect"),
+        ("{world}/hf --save {world}/out --accept_without rng", "--accept_without: it has no effect"),
         ("{world}/hf --save {world}/done", "done: the folder exists"),
         ("{world}/done --save {world}/out", "--resume_from"),
         ("{world}/nvme --save {world}/out", "nvme: it holds no checkpoint that is recognized (it has no files)"),
@@ -137,8 +135,8 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
         ("{world} --save {world}/out --step 7", "no checkpoint of this step. It has those of the steps 5"),
         ("{world} --save {world}/done", "done: the folder exists"),
         ("{world} --save {world}/global_step3", "--save: {world}/global_step3 names a checkpoint"),
-        ("{world} --save {world}/out --accept_loss_of rgn", 'Did you mean "rng"?'),
-        ("{world} --save {world}/out --accept_loss_of rng,", "--accept_loss_of: found an empty name"),
+        ("{world} --save {world}/out --accept_without rgn", 'Did you mean "rng"?'),
+        ("{world} --save {world}/out --accept_without rng,", "--accept_without: found an empty name"),
         ("{world} --save {world}/out --model {world}/none", "none"))),
     ("export", "RIGHT", "weights.pt: found SHA-256", {}),
     ("export", "RIGHT --format torch", "--format", {}),
@@ -186,6 +184,7 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
       for flag in ("--stride 1", "--max_samples 1", "--eod_mask_loss", "--document_attention")),
     *((EVALUATE, f"{_TASKS} own --export {path}", path.rsplit("/", 1)[1], _OWN_TASK)
       for path in ("{world}/file/x", "{world}/done", "/proc/x")),
+    *((*line, {}) for module in of_extensions() for line in getattr(module, "LINES", ())),
 ]
 
 # Runs with --init_from: more flags, text of the error, files

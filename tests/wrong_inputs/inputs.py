@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tests.wrong_inputs.case import RUN, Case
+from tests.wrong_inputs.case import NOTHING, RUN, Case, of_extensions
 
 BASE: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -15,7 +15,6 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
     "zero_optimization": {"stage": 1},
 }
-NOTHING = object()  # this value removes the key
 
 
 def z(name: str, value: Any, stage: int = 3) -> dict[str, Any]:
@@ -40,28 +39,13 @@ _STAGES, _STAGE = {"pipeline": {"stages": 2}}, "zero_optimization.stage"
 _MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 _TWO, _FOUR, _CUDA, _MIXTURE = {"world_size": 2}, {"world_size": 4}, {"device": "cuda"}, {"model": "tiny-moe"}
 _NOISE_SCALE = {"noise_scale_interval": 2, "gradient_accumulation_steps": 4}
-_TASKS = {"train_data": "{world}/few", "tokenizer": "{world}/tokenizer.json"}
 UNTIED = {"model_overrides": "tie_word_embeddings=false"}
 # changes of BASE, flags, text of the error; " ... " stands for any text
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # the file
     ({}, {"deepspeed_config": NOTHING}, "--deepspeed_config: found nothing"),
     ({}, {"note": "x" * 2001}, "--note: found 2001 characters; expected at most 2000"),
-    *(({}, {"expected_curve": f"{{world}}/{file}"}, f"--expected_curve: {problem}") for file, problem in (
-        ("none.json", "{world}/none.json cannot be used: No such file or directory. Write it with ds-pretrain ladder"),
-        ("list.json", " ... it is [] instead of an object"), ("broken.json", " ... cannot be used: "),
-        ("ladder-format.json", ' ... its "format" is not "ds-pretrain ladder 1"'),
-        ("ladder-short.json", " ... target.curve has fewer than two points"),
-        ("ladder-text.json", ' ... target.curve[0].loss is "low" instead of a number'),
-        ("ladder-vocabulary.json", "the ladder is for a vocabulary of 7 tokens, and this run has "),
-        ("ladder-family.json", "the ladder is for the family llama, and this run has gpt2"),
-        ("ladder-parameters.json", "the ladder is for 1,500,000,000 parameters (without embeddings and head), and "),
-        ("ladder-batch.json", "the ladder is for 128 tokens in a step, and this run has 64. Use the batch of"),
-        ("ladder-data.json", "the ladder is for the data other (abababab), and this run has corpus ("))),
     ({}, {"flight_steps": 0, "flight_interval": 5}, "--flight_interval: it has no effect"),
-    ({}, {"expected_curve": "{world}/ladder-right.json", "label_smoothing": 0.1}, "--expected_curve / --label_smooth"),
-    ({}, {"expected_curve": "{world}/ladder-right.json", "init_from": "{world}/hf", "model": NOTHING},
-     "--expected_curve / --init_from: found both"),
     ({}, {"deepspeed_config": "{world}/broken.json"}, "broken.json:2"),
     ({}, {"deepspeed_config": "{world}/twice.json"}, "twice.json:2: train_batch_size"),
     ({}, {"deepspeed_config": "{world}/list.json"}, "expected an object"),
@@ -109,7 +93,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (_TENSOR | dict(zip(BASE, (8, 4, 2), strict=False)), _FOUR, "train_batch_size: found 8 != 4 x 2 x 2"),
     (_STAGES | {_STAGE: 2}, _TWO, "pipeline.stages: found 2 with zero_opt ... ZeRO stage 0 or 1"),
     (_STAGES | _TENSOR | {_STAGE: 3}, _FOUR, "pipeline.stages: found 2 with zero_opt ... ZeRO stage 0 or 1"),
-    (_SEQUENCE | _STAGES, _FOUR, "sequence_parallel_size: found 2; expected 1 with pipeline stages ... (defect I: "),
+    (_SEQUENCE | _STAGES, _FOUR, "sequence_parallel_size: found 2; expected 1 with pipeline stages ... (defect I "),
     (_SEQUENCE | _TENSOR, _FOUR, "sequence_parallel_size: ... Tensor-parallel ranks already share the sequences"),
     (_EXPERTS | _SEQUENCE, _FOUR, "autoep_size: ... set one of the two degrees to 1"),
     (_STAGES | _TENSOR | {"wall_clock_breakdown": True}, _FOUR, "wall_clock_breakdown: ... timers crash"),
@@ -284,16 +268,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"train_batch_size": 2, "gradient_accumulation_steps": 2}, {"noise_scale_interval": 10,
                                                                   "gradient_value_clipping": 1},
      "--gradient_value_clipping changes the gradient"),
-    # predictions and tasks
-    ({}, {"show_predictions": 2, "split": "100,0,0"}, "--show_predictions: the run has no validation data"),
-    ({}, {"eval_tasks": "arc_easy"}, "--eval_tasks: the run has no --tokenizer"),
-    *(({}, {f"eval_tasks_{name}": value}, f"--eval_tasks_{name}: it has no effect without --eval_tasks")
-      for name, value in (("folder", "{world}"), ("fewshot", 1), ("limit", 1), ("interval", 1))),
-    *(({}, {**_TASKS, "eval_tasks": names, "eval_tasks_folder": f"{{world}}/{folder}"}, culprit)
-      for names, folder, culprit in ((",", "done", "--eval_tasks: it names no task"),
-                                     ("tasks/own", "done", "--eval_tasks tasks/own: this is a path"),
-                                     ("own", "none", "--eval_tasks_folder ... there is no such folder"),
-                                     ("own", "done", "--eval_tasks_folder ... the folder has no .yaml file"))),
+    # early stopping
     ({}, {"early_stopping_min_delta": 0.1}, "it has no effect without --early_stopping_patience"),
     ({}, {"early_stopping_patience": 3, "eval_interval": 0}, "the run has no evaluations before its end"),
     ({}, {"early_stopping_patience": 3, "eval_interval": 5, "split": "100,0,0"}, "the run has no validation data"),
@@ -309,12 +284,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, {"mup_base_width": 32, **UNTIED},
      "it sets one learning rate for all parameters"),
     ({}, {"exit_step": 51}, "--exit_step"),
-    *(({"pipeline": {"stages": 2}}, {"world_size": 2, "pipeline_timeline": steps}, "--pipeline_timeline: found")
-      for steps in ("5:3", "0:2", "x", "49:51")),
-    ({}, {"pipeline_timeline": "3"}, "--pipeline_timeline: found a run with one pipeline stage"),
-    *(({}, {"profile_steps": steps}, "--profile_steps") for steps in ("5:3", "0:2", "3:", "1:200", "49:51", "x", "-1")),
-    *(({}, {"profile_ranks": ranks}, "--profile_ranks") for ranks in ("9", "0,", "none", "-1")),
-    ({}, {"memory_snapshot": True}, "a run on cuda"),
     ({}, {"world_size": 0}, "--world_size: found '0'"),
     # model
     ({}, {"model": "1.3B"}, "ds-pretrain new run.yaml --model 1.3B"),
@@ -366,6 +335,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"save": NOTHING}, "--save"),
     ({}, {"sed": 3}, 'Did you mean "--seed"'),
 ]
+WRONG += [row for module in of_extensions() for row in getattr(module, "WRONG", ())]
 
 
 def run_words(flags: dict[str, Any]) -> list[str]:

@@ -10,12 +10,11 @@ import numpy as np
 from pretrain.checkpoint.format.hashed_files import FileRecord
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.load.hf_folder import header_bytes
-from pretrain.config.expected_curve import FORMAT, counted_parameters
-from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
-from pretrain.model.config import load_model_config, model_config_from
+from pretrain.extension import run_files
+from pretrain.model.config import model_config_from
 from pretrain.model.hf_names import tensor_rules
-from pretrain.paths import RUN_FILES
+from tests.wrong_inputs.case import of_extensions
 from tests.wrong_inputs.inputs import BASE
 
 
@@ -54,14 +53,16 @@ def make_world(folder: Path) -> None:
                  "truncation": None, "padding": None}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "file").write_text("a file")
-    for name in RUN_FILES:
+    for name in run_files():
         (folder / f"run with {name}" / name).mkdir(parents=True)
     (folder / "run with checkpoints").mkdir()
     (folder / "run with checkpoints" / "checkpoints").write_text("a file")
     (folder / "broken.json").write_text('{"train_batch_size": 1\n "bf16": {}}')
     (folder / "twice.json").write_text('{"train_batch_size": 1,\n "train_batch_size": 2}')
     (folder / "list.json").write_text("[]")
-    _write_ladders(folder)
+    for module in of_extensions():
+        if hasattr(module, "write_files"):
+            module.write_files(folder)
     (folder / "nvme").mkdir()
     (folder / "ds.json").write_text(json.dumps(BASE))
     (folder / "target.yaml").write_text(f"deepspeed_config: {folder}/ds.json\nmodel: tiny\n"
@@ -87,24 +88,6 @@ def safetensors_of(values: dict[str, Any]) -> bytes:
     tensors = [(name, "fp32", shape) for rule in tensor_rules(model_config_from(values, "config.json"))
                for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
     return header_bytes(tensors) + bytes(4 * sum(prod(shape) for _, _, shape in tensors))
-
-
-def _write_ladders(folder: Path) -> None:
-    """Write what a run reads of a ladder.json, with one value that makes it the prediction of another run."""
-    model = load_model_config("tiny")
-    curve = [{"tokens": tokens, "loss": 4.0, "low": 3.9, "high": 4.1} for tokens in (640.0, 3200.0)]
-    target = {"parameters": counted_parameters(model), "tokens": 3200.0, "tokens_per_step": 64.0, "loss": 4.0,
-              "low": 3.9, "high": 4.1, "curve": curve}
-    right = {"format": FORMAT, "corpus": {"train": IndexedDataset(folder / "corpus").fingerprint},
-             "vocab_size": model.vocab_size, "family": model.architecture, "scaling": "standard",
-             "target": target}
-    for name, changes in {"right": {}, "format": {"format": "ds-pretrain ladder 0"}, "vocabulary": {"vocab_size": 7},
-                          "family": {"family": "llama"}, "data": {"corpus": {"other": "ab" * 32}},
-                          "parameters": {"target": {**target, "parameters": 1.5e9}},
-                          "batch": {"target": {**target, "tokens_per_step": 128.0}},
-                          "short": {"target": {**target, "curve": curve[:1]}},
-                          "text": {"target": {**target, "curve": [{**curve[0], "loss": "low"}]}}}.items():
-        (folder / f"ladder-{name}.json").write_text(json.dumps({**right, **changes}))
 
 
 def _make_run(run: Path, tokenizer: str) -> None:

@@ -2,9 +2,8 @@
 
 data.py opens the data as windows of tokens (token_windows.py), and task_files.py finds the tasks, both without torch.
 losses.py loads the model and sums its losses, evaluate.py turns them into results and prints them, and tasks.py runs
-lm-eval with an exported model (prepare_tasks.py). run_tasks.py runs lm-eval inside a training run, with the engine of
-the run as its model (engine_lm.py).
+lm-eval with an exported model (prepare_tasks.py).
 
 Imports model_source, checkpoint/, monitor/, engine/, config/, data/, model/, distributed/, terminal, cli and errors;
-never the trainer, cluster/ or bench/.
+never the trainer or cluster/.
 """

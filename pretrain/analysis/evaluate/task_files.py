@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.cli import say
-from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError, require_package, shorten
 from pretrain.terminal import clear_status, status
 
@@ -45,21 +44,6 @@ def only_errors() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-
-
-def task_flags_of_run(args: RunArguments) -> TaskFlags:
-    """Return the tasks that the flags of a run choose. Raises ConfigError if they name none."""
-    names = tuple(filter(None, (args.eval_tasks or "").split(",")))
-    if not names:
-        raise ConfigError("--eval_tasks", problem="it names no task", remedy="give names such as hellaswag,arc_easy")
-    folder = None if args.eval_tasks_folder is None else Path(args.eval_tasks_folder)
-    return TaskFlags(names, folder, args.eval_tasks_fewshot, args.eval_tasks_limit, tasks_flag="--eval_tasks",
-                     folder_flag="--eval_tasks_folder", fewshot_flag="--eval_tasks_fewshot")
-
-
-def find_run_tasks(args: RunArguments) -> Any:
-    """Return the result of `find_tasks` for --eval_tasks; None without the flag. Raises ConfigError."""
-    return None if args.eval_tasks is None else find_tasks(task_flags_of_run(args))
 
 
 def find_tasks(flags: TaskFlags) -> Any:

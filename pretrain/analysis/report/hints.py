@@ -2,12 +2,11 @@
 
 from pretrain.analysis.report.reduce import kept_evaluations, kept_rows
 from pretrain.analysis.report.run_table import Columns, RunTable
-from pretrain.monitor.hints.curve import EVALUATION_KEYS, KEYS, Curve, Facts
-from pretrain.monitor.hints.rules import Hint, find_hints
+from pretrain.monitor.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Hint, hints_of_extensions
 
 
 def hints_of(table: RunTable) -> list[Hint]:
-    """Return what the curve of a run shows: at most three hints, the most important first; none if there are no rows.
+    """Return what the curve of a run shows: the most important first; none if there are no rows.
 
     Steps that were trained again later do not count.
     """
@@ -15,4 +14,4 @@ def hints_of(table: RunTable) -> list[Hint]:
     newest = kept_evaluations(valid, table.training)
     curve = Curve({key: table.training.column(key)[kept] for key in KEYS},
                   {key: valid.column(key)[newest] for key in EVALUATION_KEYS})
-    return find_hints(curve, Facts.of_record(table.starts[-1] if table.starts else {}))
+    return hints_of_extensions(curve, Facts.of_record(table.starts[-1] if table.starts else {}))

@@ -3,11 +3,10 @@
 Incidents of one kind that follow each other are one entry. `summary` and the page show the same list.
 """
 
-import math
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -17,8 +16,8 @@ import numpy as np
 from pretrain.analysis.report.crashes import events_and_crashes
 from pretrain.analysis.report.reduce import kept_rows
 from pretrain.analysis.report.run_table import RunTable, as_float, number_or_none
-from pretrain.errors import GUARD, format_number, listed, named, printable, shorten
-from pretrain.monitor.slow_kinds import REMEDIES, UNKNOWN
+from pretrain.errors import GUARD, listed, named, printable, shorten
+from pretrain.extension import Problem, problems
 from pretrain.resilience.lease_file import read_lease
 from pretrain.resilience.run_lock import LOCK
 
@@ -29,42 +28,38 @@ _START_AGAIN = "; start the run again, or use `ds-pretrain supervise`"
 _REPLAY = "`ds-pretrain replay {run}@{step}` finds the cause"
 _SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skipping them gives"
 
-# kind -> (what happened, what to do, events after which it is over; None: it is over at once). {run}, {step}, {ranks}
-# and {reason} are replaced.
-_KINDS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
-    "slow_rank": ("", "", ("slow_rank_over", "start", "stop")),
-    "corruption": ("copies of a parameter differ between ranks: {reason}", f"do not trust the machine. {_REPLAY}",
-                   ("start",)),
-    "recomputation": ("{reason}", f"do not trust the machine. {_REPLAY}", ("start",)),
-    "spike": ("{reason}", _SAMPLES, None),
-    "skip": ("an update was skipped: {reason}", _SAMPLES, None),
-    "not_finite": ("the loss is NaN or infinite", _SAMPLES, ()),
-    "rollback": ("the run returned to an earlier checkpoint: {reason}", _SAMPLES, None),
-    "hang": ("the run hung: {reason}", "read the stacks of all ranks in {path}; look at the machine of the rank "
-             "that is named", ("start",)),
-    "crash": ("the run crashed: {reason}", f"read the last lines of the launcher's output{_START_AGAIN}", ("start",)),
-    "not_started": ("the run could not start: {reason}", "repair the host, or give the supervisor --min_hosts",
-                    ("start",)),
-    "rejected": ("the run was rejected: {reason}", "correct the flag that the launcher's output names", ("start",)),
-    "silent": ("{reason}", "look at the launcher's output, and at the machine of rank 0", ("start",)),
-    "guard": ("the guard against bad steps stopped the run: {reason}", f"{_SAMPLES}; another start alone does not help",
-              ("start",)),
-    "off_curve": ("the loss left the expected curve: {reason}", "go through the likely causes that the event names",
-                  ("on_curve", "finished")),
-    "save_failed": ("a checkpoint was not written: {reason}", "make space, or repair the storage", ("save", "start")),
-    "after_save_failed": ("a checkpoint was not mirrored, or older ones not removed: {reason}", "look at the storage",
-                          ("mirror", "prune", "start", "finished")),
-    "store_wait": ("the run waited for the object store of the data: {reason}", "look at the network and the store",
-                   None),
-    "data_changed": ("a file of the data was changed: {reason}", "do not write to the data of a run", None),
-    "data_replaced": ("a file of the data was replaced or removed: {reason}", "restore the file before the next start",
-                      ("start", "finished")),
-    "tasks_failed": ("lm-eval could not score the tasks: {reason}", "look at the terminal's output", None),
-    "verify": ("{reason}", "", None),
+# by kind: the name of the event, or what the end of the files shows
+_KINDS: dict[str, Problem] = {
+    "corruption": Problem("copies of a parameter differ between ranks: {reason}",
+                          f"do not trust the machine. {_REPLAY}", ("start",)),
+    "recomputation": Problem("{reason}", f"do not trust the machine. {_REPLAY}", ("start",)),
+    "spike": Problem("{reason}", _SAMPLES),
+    "skip": Problem("an update was skipped: {reason}", _SAMPLES),
+    "not_finite": Problem("the loss is NaN or infinite", _SAMPLES, ()),
+    "rollback": Problem("the run returned to an earlier checkpoint: {reason}", _SAMPLES),
+    "hang": Problem("the run hung: {reason}", "read the stacks of all ranks in {path}; look at the machine of the rank "
+                    "that is named", ("start",)),
+    "crash": Problem("the run crashed: {reason}", f"read the last lines of the launcher's output{_START_AGAIN}",
+                     ("start",)),
+    "not_started": Problem("the run could not start: {reason}", "repair the host, or give the supervisor --min_hosts",
+                           ("start",)),
+    "rejected": Problem("the run was rejected: {reason}", "correct the flag that the launcher's output names",
+                        ("start",)),
+    "silent": Problem("{reason}", "look at the launcher's output, and at the machine of rank 0", ("start",)),
+    "guard": Problem("the guard against bad steps stopped the run: {reason}",
+                     f"{_SAMPLES}; another start alone does not help", ("start",)),
+    "save_failed": Problem("a checkpoint was not written: {reason}", "make space, or repair the storage",
+                           ("save", "start")),
+    "after_save_failed": Problem("a checkpoint was not mirrored, or older ones not removed: {reason}",
+                                 "look at the storage", ("mirror", "prune", "start", "finished")),
+    "store_wait": Problem("the run waited for the object store of the data: {reason}",
+                          "look at the network and the store"),
+    "data_changed": Problem("a file of the data was changed: {reason}", "do not write to the data of a run"),
+    "data_replaced": Problem("a file of the data was replaced or removed: {reason}",
+                             "restore the file before the next start", ("start", "finished")),
+    "tasks_failed": Problem("lm-eval could not score the tasks: {reason}", "look at the terminal's output"),
+    "verify": Problem("{reason}"),
 }
-
-
-_LEAVE_OUT = "`--exclude_stragglers` leaves the host out at the next start"
 
 
 @dataclass(frozen=True)
@@ -104,8 +99,8 @@ class Incident:
 
 def incidents_of(table: RunTable, *, now: float | None = None) -> list[Incident]:
     """Return what went wrong: first what is wrong now, then the rest, each the newest first."""
-    rows = events_and_crashes(table)
-    found = [incident for number, row in enumerate(rows) if (incident := _incident(table, rows, number))]
+    rows, known = events_and_crashes(table), {**problems(), **_KINDS}
+    found = [incident for number in range(len(rows)) if (incident := _incident(table, rows, number, known))]
     found += _of_the_end(table, time.time() if now is None else now)
     joined = _joined(found, gap=max(100, _last_step(table) // 20))
     return sorted(joined, key=lambda one: (not one.is_open, -(one.last_time or one.time or 0.0), -(one.step or 0)))
@@ -133,33 +128,34 @@ def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, An
     return [*lines, *([f"  and {more} more, in the page of `ds-pretrain report`"] if more > 0 else [])]
 
 
-def _incident(table: RunTable, rows: list[dict[str, Any]], number: int) -> Incident | None:
+def _incident(table: RunTable, rows: list[dict[str, Any]], number: int,
+              known: Mapping[str, Problem]) -> Incident | None:
     row = rows[number]
     kind = str(row.get("event"))
     if kind == "stop" and row.get("exit_code") == GUARD:
         kind = "guard"
-    if kind not in _KINDS or (kind == "recomputation" and row.get("finding") == "off"):
+    problem = known.get(kind)
+    if problem is None or (kind == "recomputation" and row.get("finding") == "off"):
         return None
-    what, advice, over = _KINDS[kind]
-    end = None if over is None else next((after for after in islice(rows, number + 1, None)
-                                          if _ends(kind, row, after, over)), None)
-    step = _step(row.get("since") if kind == "slow_rank" else row.get("step"))
+    end = None if problem.over is None else next((after for after in islice(rows, number + 1, None)
+                                                  if _ends(problem, row, after)), None)
+    step = _step(row.get("since" if problem.is_phase else "step"))
     machine, reason = _machine(row), printable(str(row.get("reason") or ""))
-    detail = ""
-    if kind == "slow_rank":
-        what, detail, machine = _slow_text(row, end, machine), printable(str(row.get("evidence") or "")), ""
-        advice = f"{REMEDIES.get(str(row.get('kind')), REMEDIES[UNKNOWN])}; {_LEAVE_OUT}"
-    else:
-        what = what.format(reason=reason)
-    ended = end is not None and end.get("event") == "slow_rank_over"
-    last, when = (_step(end.get("step")), _time(end)) if end is not None and ended else (_step(row.get("step")), None)
-    subject = (f"{row.get('ranks')} {row.get('hosts')}" if kind == "slow_rank" else
-               str(row.get("name") or re.sub(r"\d+", "", reason)))
+    what, advice, detail = problem.text.format(reason=reason), problem.advice, ""
+    subject = str(row.get("name") or re.sub(r"\d+", "", reason))
+    last, when = _step(row.get("step")), _time(row)
+    if problem.is_phase:
+        subject = f"{row.get('ranks')} {row.get('hosts')}"
+        if end is not None and _names_end(end):
+            last, when = _step(end.get("step")), _time(end) or when
+    if not isinstance(problem.describe, str):
+        what, advice, detail = problem.describe(row, machine, is_over=end is not None)
+        machine = ""
     if end is not None:  # it has ended by itself, or the run was started again
         advice = "" if end.get("event") != "start" else advice.replace(_START_AGAIN, "")
     advice = _advice(advice, table, step, row.get("path"))
-    return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), advice, step, last, _time(row), when or _time(row),
-                    is_open=over is not None and end is None, subject=subject,
+    return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), advice, step, last, _time(row), when,
+                    is_open=problem.over is not None and end is None, subject=subject,
                     machine=machine, detail=shorten(detail, _LONGEST_TEXT))
 
 
@@ -169,24 +165,20 @@ def _advice(text: str, table: RunTable, step: int | None, path: object = None) -
                        path=shorten(printable(path), 200) if isinstance(path, str) else f"{run}/hangs")
 
 
-def _ends(kind: str, row: dict[str, Any], after: dict[str, Any], over: tuple[str, ...]) -> bool:
+def _ends(problem: Problem, row: dict[str, Any], after: dict[str, Any]) -> bool:
     """Return whether the later event `after` says that an incident is over."""
-    name = after.get("event")
+    name, over = after.get("event"), problem.over or ()
     if name == "stop" and after.get("reason") == "finished" and "finished" in over:
         return True
-    if name == "slow_rank_over" and kind == "slow_rank":
+    if problem.is_phase and name in over and _names_end(after):
         ranks, recovered = row.get("ranks"), after.get("ranks")
         return not (isinstance(ranks, list) and isinstance(recovered, list)) or any(each in recovered for each in ranks)
     return name in over
 
 
-def _slow_text(row: dict[str, Any], end: dict[str, Any] | None, machine: str) -> str:
-    ratio, kind, stage = as_float(row.get("ratio")), row.get("kind"), row.get("stage")
-    times = f": {format_number(ratio)} times the others" if math.isfinite(ratio) else ""
-    cause = f", probably {printable(str(kind))}" if isinstance(kind, str) and kind else ""
-    where = f", pipeline stage {stage}" if isinstance(stage, int) else ""
-    verb = "is" if end is None else "was"
-    return f"{machine or 'a rank'} {verb} slow{times}{where}{cause}"
+def _names_end(event: dict[str, Any]) -> bool:
+    """Return whether an event says that a problem is over, and not that the run starts or stops."""
+    return event.get("event") not in ("start", "stop")
 
 
 def _machine(row: dict[str, Any]) -> str:
@@ -226,8 +218,8 @@ def _of_the_end(table: RunTable, now: float) -> Iterable[Incident]:
 
 
 def _at_the_end(kind: str, table: RunTable, step: int | None, last_step: int | None, when: float | None) -> Incident:
-    what, advice, _ = _KINDS[kind]
-    return Incident(kind, what, _advice(advice, table, step), step, last_step, when, when, is_open=True)
+    problem = _KINDS[kind]
+    return Incident(kind, problem.text, _advice(problem.advice, table, step), step, last_step, when, when, is_open=True)
 
 
 def _joined(incidents: list[Incident], *, gap: int) -> list[Incident]:

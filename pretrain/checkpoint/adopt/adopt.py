@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.foreign_run import LOSSES, ForeignRun, Loss
+from pretrain.checkpoint.adopt.foreign_run import OMISSIONS, ForeignRun, Omission
 from pretrain.checkpoint.adopt.mapping import OurRun
 from pretrain.checkpoint.adopt.run_files import ds_config_of, optimizer_of, run_files
 from pretrain.checkpoint.adopt.weight_decay import WeightDecay, weight_decay_of
@@ -56,43 +56,43 @@ class Adoption:
     ours: OurRun
     states: tuple[str, ...]  # optimizer states that are taken over
     decay: WeightDecay
-    losses: tuple[Loss, ...]  # all of them accepted
+    omissions: tuple[Omission, ...]  # all of them accepted
     tokenizer: HFTokenizer | None
     unknown: tuple[str, ...]  # fields of the manifest that the source does not record
     notes: tuple[str, ...]
 
 
 def plan_adoption(run: ForeignRun, accepted: frozenset[str]) -> Adoption:
-    """Check that a run can be adopted. Raises ConfigError, with all losses that `accepted` does not name.
+    """Check that a run can be adopted. Raises ConfigError, with all omissions that `accepted` does not name.
 
     Args:
-        accepted: names in LOSSES.
+        accepted: names in OMISSIONS.
     """
     config = model_config_from(run.config, f"{run.folder}: config.json")
     ours = OurRun(run, config)
     is_matrix = {name: parameter.is_matrix for name, parameter in config.named_parameters()}
     decay = weight_decay_of(run.weight_decay, ours.sources, is_matrix,
                             optimizer_of(run).get("params", {}).get("weight_decay"))
-    losses = _losses(run, config, decay)
-    missing = [loss for loss in losses if loss.name not in accepted]
+    omissions = _omissions(run, config, decay)
+    missing = [omission for omission in omissions if omission.name not in accepted]
     if missing:
-        names = ",".join(dict.fromkeys(loss.name for loss in missing))
+        names = ",".join(dict.fromkeys(omission.name for omission in missing))
         raise ConfigError(str(run.folder), problem="this cannot be taken over: "
-                          + "; ".join(f"{loss.name} ({loss.reason})" for loss in missing),
-                          remedy=f"--accept_loss_of {names} adopts the run without it")
-    notes = [*run.notes, *(f"--accept_loss_of {name} has no effect: nothing of it is lost"
-                           for name in sorted(accepted - {loss.name for loss in losses}))]
-    has_states = "optimizer" not in {loss.name for loss in losses}
-    return Adoption(run, config, ours, run.states if has_states else (), decay, tuple(losses),
+                          + "; ".join(f"{omission.name} ({omission.reason})" for omission in missing),
+                          remedy=f"--accept_without {names} adopts the run without it")
+    notes = [*run.notes, *(f"--accept_without {name} has no effect: nothing of it is lost"
+                           for name in sorted(accepted - {omission.name for omission in omissions}))]
+    has_states = "optimizer" not in {omission.name for omission in omissions}
+    return Adoption(run, config, ours, run.states if has_states else (), decay, tuple(omissions),
                     _tokenizer(run, config), tuple(_unknown(run)), tuple(notes))
 
 
-def _losses(run: ForeignRun, config: ModelConfig, decay: WeightDecay) -> list[Loss]:
+def _omissions(run: ForeignRun, config: ModelConfig, decay: WeightDecay) -> list[Omission]:
     """Return what the source has and lacks that the reader has reported, and what follows from its values."""
-    found = [loss for loss in run.losses if loss.name != "rng"]
-    found += _losses_of_buffers(run, config)
-    named = {loss.name for loss in found}
-    assert named <= LOSSES.keys(), named
+    found = [omission for omission in run.omissions if omission.name != "rng"]
+    found += _omitted_buffers(run, config)
+    named = {omission.name for omission in found}
+    assert named <= OMISSIONS.keys(), named
     kind = str(run.optimizer.get("type", ""))
     implied = {
         "optimizer": "it has no states of the optimizer" if not run.states else
@@ -105,7 +105,7 @@ def _losses(run: ForeignRun, config: ModelConfig, decay: WeightDecay) -> list[Lo
         "weight_decay": decay.problem,
         "rng": "the model has dropout, and continues with other random numbers"
         if _has_dropout(config) else ""}
-    return found + [Loss(name, reason) for name, reason in implied.items() if reason and name not in named]
+    return found + [Omission(name, reason) for name, reason in implied.items() if reason and name not in named]
 
 
 def _has_dropout(config: ModelConfig) -> bool:
@@ -115,12 +115,12 @@ def _has_dropout(config: ModelConfig) -> bool:
     return any(isinstance(value, (int, float)) and value > 0 for value in found)
 
 
-def _losses_of_buffers(run: ForeignRun, config: ModelConfig) -> list[Loss]:
+def _omitted_buffers(run: ForeignRun, config: ModelConfig) -> list[Omission]:
     """Return the buffers that the model does not have, and those that the source does not have."""
     expected = {theirs for _, theirs, _ in config.named_buffers()}
     cases = (run.buffers.keys() - expected, "the buffers {}, which are not parameters"), \
         (expected - run.buffers.keys(), "the source does not have the buffers {}, which begin with their first values")
-    return [Loss("other_states", text.format(shorten(", ".join(sorted(names))))) for names, text in cases if names]
+    return [Omission("other_states", text.format(shorten(", ".join(sorted(names))))) for names, text in cases if names]
 
 
 def _buffers(run: ForeignRun, config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -279,7 +279,7 @@ def _manifest(plan: Adoption) -> Manifest:
         "program": run.program, "folder": str(run.folder.absolute()), "unknown": list(plan.unknown),
         "learning_rate": run.learning_rate, "next_rate": run.schedule.get("next_rate"),
         "skipped_steps": run.skipped_steps,
-        "losses": {loss.name: loss.reason for loss in plan.losses}}
+        "losses": {omission.name: omission.reason for omission in plan.omissions}}
     return Manifest(
         step=run.step, consumed_samples=run.consumed_samples or 0, world_size=1, data_parallel_size=1,
         pipeline_stages=1, zero_stage=0, precision=run.precision, grad_accum_dtype=None, offload_optimizer="none",

@@ -21,8 +21,8 @@ ReadState = Callable[[str, str], "torch.Tensor"]
 
 _MOST_SETTINGS = 1000  # in the DeepSpeed JSON of a checkpoint
 _JSON_BLOCKS = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "torch_autocast", "zero_optimization")
-# Names that --accept_loss_of takes: what a run needs, and what a checkpoint may lack.
-LOSSES = {
+# Names that --accept_without takes: what a run needs, and what a checkpoint may lack.
+OMISSIONS = {
     "optimizer": "the optimizer's states: the optimizer starts without them",
     "master_weights": "the fp32 master weights: the 16-bit weights are used, rounded",
     "data_position": "the number of samples that were consumed: the data begins at its first sample",
@@ -36,10 +36,10 @@ LOSSES = {
 
 
 @dataclass(frozen=True)
-class Loss:
+class Omission:
     """Something in the source, or missing in it, that the adopted run will not have."""
 
-    name: str  # a key of LOSSES
+    name: str  # a key of OMISSIONS
     reason: str  # what exactly, and why: one clause for a message
 
 
@@ -84,7 +84,7 @@ class ForeignRun:
     seed: int | None = None
     ds_config: dict[str, Any] | None = None  # the DeepSpeed JSON of the run; None: another engine
     buffers: Mapping[str, Any] = field(default_factory=dict)  # tensors of the model's state that are no parameters
-    losses: tuple[Loss, ...] = ()
+    omissions: tuple[Omission, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -112,7 +112,7 @@ def as_data(run: ForeignRun) -> ForeignRun:
         raise ConfigError(f"{run.folder}: ds_config: {wrong[0]}", found=given[wrong[0]], expected="an object",
                           remedy="use another checkpoint")
     return replace(run, **settings, program=printable(shorten(run.program)),
-                   losses=tuple(Loss(loss.name, printable(loss.reason)) for loss in run.losses),
+                   omissions=tuple(Omission(omission.name, printable(omission.reason)) for omission in run.omissions),
                    notes=tuple(map(printable, run.notes)))
 
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.checkpoint.adopt.foreign_run import Omission
 from pretrain.errors import ConfigError
 
 _SETTINGS = ("betas", "eps", "momentum", "dampening", "nesterov", "lr_decay")  # of a DeepSpeed JSON, besides "lr"
 # older versions of torch do not record it for Adam and AdamW, and no checkpoint has the optimizer's class
-UNKNOWN_DECAY = Loss("weight_decay", "the checkpoint does not record whether weight decay is decoupled from the "
+UNKNOWN_DECAY = Omission("weight_decay", "the checkpoint does not record whether weight decay is decoupled from the "
                      "gradient; it is taken as decoupled (AdamW)")
 
 
@@ -20,7 +20,7 @@ class Recognized:
     type: str  # of a DeepSpeed JSON
     states: tuple[str, ...]  # that it uses; others in the file are unused
     params: dict[str, Any]
-    losses: tuple[Loss, ...] = ()
+    omissions: tuple[Omission, ...] = ()
 
 
 def recognize(where: str, groups: Sequence[Mapping[str, Any]], states: Iterable[str],
@@ -38,7 +38,7 @@ def recognize(where: str, groups: Sequence[Mapping[str, Any]], states: Iterable[
     kind = str(in_json.get("type", "")).lower()
     if group.get("amsgrad") or group.get("use_muon") is not None or group.get("maximize"):
         raise _unknown(where, group, found)
-    losses: tuple[Loss, ...] = ()
+    omissions: tuple[Omission, ...] = ()
     used: tuple[str, ...]
     if "betas" in group and "eps" not in group and kind in ("", "lion") and found <= {"exp_avg", "exp_avg_sq"}:
         name, used = "Lion", ("exp_avg",)  # DeepSpeedCPULion allocates exp_avg_sq, and never uses it
@@ -49,7 +49,7 @@ def recognize(where: str, groups: Sequence[Mapping[str, Any]], states: Iterable[
         name, used = "AdamW", ("exp_avg", "exp_avg_sq")
         decoupled = _is_decoupled(group, kind, in_json.get("params") or {})
         if decoupled is None and any(each.get("weight_decay") for each in groups):
-            losses = (UNKNOWN_DECAY,)
+            omissions = (UNKNOWN_DECAY,)
         name = "Adam" if decoupled is False else name
     elif "lr_decay" in group and kind in ("", "adagrad") and found <= {"sum"}:
         name, used = "Adagrad", ("sum",)
@@ -64,17 +64,17 @@ def recognize(where: str, groups: Sequence[Mapping[str, Any]], states: Iterable[
         params["adam_w_mode"] = False
     if group.get("bias_correction") is False:
         params["bias_correction"] = False
-    return Recognized(name, used if found else (), params, (*losses, *_several(groups)))
+    return Recognized(name, used if found else (), params, (*omissions, *_several(groups)))
 
 
-def _several(groups: Sequence[Mapping[str, Any]]) -> list[Loss]:
-    """Return the loss of settings in which the parameter groups differ, apart from weight decay; none if all agree."""
+def _several(groups: Sequence[Mapping[str, Any]]) -> list[Omission]:
+    """Return the omission of settings in which the parameter groups differ, apart from weight decay, if any."""
     own = [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in groups]
     found = {key: list(dict.fromkeys(str(group[key]) for group in own if group.get(key) is not None))
              for key in ("lr", *_SETTINGS)}
     texts = [f"{key} {' and '.join(values)}" for key, values in found.items() if len(values) > 1]
-    return [Loss("other_states", f"the optimizer's parameter groups have {', '.join(texts)}; here all parameters have "
-                 "those of the first group")] if texts else []
+    return [Omission("other_states", f"the optimizer's parameter groups have {', '.join(texts)}; here all parameters "
+                     "have those of the first group")] if texts else []
 
 
 def _is_adam(group: Mapping[str, Any]) -> bool:

@@ -15,7 +15,8 @@ from types import FrameType
 from typing import NoReturn
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of, write_atomically
-from pretrain.checkpoint.format.manifest import MANIFEST, step_of
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import step_of
 from pretrain.errors import ConfigError, one_line
 from pretrain.paths import check_folder, free_bytes, fsync, lock
 from pretrain.stored_json import build, read_object

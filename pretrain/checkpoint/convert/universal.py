@@ -17,7 +17,8 @@ from pretrain.checkpoint.convert.export_hf import write_config
 from pretrain.checkpoint.convert.new_folder import check_free_space, fill_new_folder
 from pretrain.checkpoint.convert.plan_export import ExportPlan, check_has_states
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.checkpoint.format.manifest import Manifest, read_manifest
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.distributed.deepspeed_version import TESTED
 from pretrain.errors import ConfigError

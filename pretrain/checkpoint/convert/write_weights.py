@@ -18,7 +18,8 @@ from pretrain.checkpoint.convert.new_folder import new_folder
 from pretrain.checkpoint.format.buffers import BUFFERS_FILE
 from pretrain.checkpoint.format.fragments import FileLocation, Fragment
 from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile, sha256_of
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, step_of
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.run_checkpoints import step_of
 from pretrain.checkpoint.format.shard_index import index_name, index_text, tensor_entry
 from pretrain.checkpoint.load.hf_folder import Shape, header_bytes
 from pretrain.config.layout import DTYPE_BYTES

@@ -1,36 +1,32 @@
-"""Read `manifest.json`, which describes a checkpoint folder, and produce its text. Imports no torch.
+"""`manifest.json`, which describes a checkpoint: its fields, its text, and the manifest of a run. Imports no torch.
 
-A checkpoint is complete if its manifest is intact, every file that the manifest names has the recorded size, and the
-step in the folder's name is the manifest's. A complete checkpoint is good unless the manifest says that a tensor
-holds NaN or infinity. This module does not read the files; `verify.find_damage` compares their hashes.
+`run_checkpoints.py` reads it from the folders of a run. A checkpoint is good unless its manifest says that a tensor
+holds NaN or infinity.
 """
 
 import hashlib
 import json
-import os
-import re
-import stat
-from collections.abc import Callable
+import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, TypedDict
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pretrain.checkpoint.format.hashed_files import FileRecord
-from pretrain.config.flags.overrides import OverrideRecord
+from pretrain.config.flags.overrides import RECIPE_FLAGS, OverrideRecord
 from pretrain.config.layout import Layout
-from pretrain.config.model_of_run import Branch, Origin
+from pretrain.config.model_of_run import DROPOUTS, Branch, Origin, initialization_of
 from pretrain.config.schedule import Schedule
-from pretrain.errors import ConfigError, counted
+from pretrain.errors import counted
 from pretrain.model.init_methods import Initialization
-from pretrain.paths import for_each_file
-from pretrain.stored_json import build, open_regular, parse_json, read_text, reason_of
+from pretrain.stored_json import build, parse_json
+
+if TYPE_CHECKING:
+    from pretrain.config.plan import Plan
 
 MANIFEST = "manifest.json"
 NOT_FINITE = "the weights or optimizer states have NaN or infinite values"  # in messages about such a checkpoint
-_FOLDER_NAME = re.compile(r"global_step(\d+)")
 _HASH_KEY = "sha256"
-_FILES = '\n "files": '  # begins the last but one key of the text; at the top level, the indentation is 1
-_HEAD_BYTES = 2**13  # that are read at a time
+SCHEDULED_BY_FLAGS = "the flags"  # value of `Manifest.scheduler` if flags set the learning-rate schedule
 
 
 class _TypeAndParams(TypedDict, total=False):
@@ -106,7 +102,7 @@ class AdoptedRecord(TypedDict, total=False):
     learning_rate: float | None  # of its last step
     next_rate: float | None  # learning rate of the step after that
     skipped_steps: int  # of fp16, included in the count of steps
-    losses: dict[str, str]  # what was not taken over, by the names of --accept_loss_of, and why
+    losses: dict[str, str]  # what was not taken over, by the names of --accept_without, and why
 
 
 class Proportions(TypedDict):
@@ -242,10 +238,10 @@ class Manifest:
             raise ValueError("it is not a JSON object with the key sha256")
         if _with_hash({key: value for key, value in values.items() if key != _HASH_KEY}) != text:
             raise ValueError("its content does not match the SHA-256 in it")
-        return cls._from_values(values)
+        return cls.from_values(values)
 
     @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> "Manifest":
+    def from_values(cls, values: dict[str, Any]) -> "Manifest":
         manifest = build(cls, {f.name: values[f.name] for f in fields(cls) if f.name in values})
         _check_schedule(manifest.schedule)
         for name in _COUNTS:
@@ -285,88 +281,52 @@ def _with_hash(values: dict[str, Any]) -> str:
     return f'{text[:-2]},\n "{_HASH_KEY}": "{digest}"\n}}'
 
 
-def files_in(folder: Path) -> list[str]:
-    """List the relative paths of all files below the folder, sorted, without the manifest. Links count as files."""
-    found: list[str] = []
-    for around, folders, names in os.walk(folder):  # `Path.rglob` asks for the kind of each file once more
-        links = [name for name in folders if os.path.islink(os.path.join(around, name))]
-        found += [os.path.relpath(os.path.join(around, name), folder) for name in [*names, *links]]
-    return sorted(name for name in found if name != MANIFEST)
+def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dict[str, str],
+                eval_loss: float | None = None, loss_scale: dict[str, float] | None = None,
+                recipe_states: dict[str, Any] | None = None, save_id: str = "") -> Manifest:
+    """Return the manifest of a checkpoint that the run `plan` writes after `step` steps. Its `files` are empty."""
+    layout = plan.layout
+    return Manifest(
+        **{name: getattr(layout, name) for name in LAYOUT_KEYS},
+        step=step, consumed_samples=consumed_samples, data_parallel_size=layout.data_parallel_size,
+        global_batch_size=layout.global_batch_size, optimizer=plan.ds_config["optimizer"], seed=plan.args.seed,
+        model=plan.model.hf_config, data_fingerprint=plan.datasets["train"].fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint(plan),
+        versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
+        loss_scale=loss_scale, recipe_states=recipe_states or {}, initialization=asdict(initialization_of(plan.args)),
+        no_weight_decay=sorted({*(plan.args.no_weight_decay or ())}),
+        dropouts={name: getattr(plan.model, name) for name in DROPOUTS}, scheduler=scheduler_source(plan),
+        document_attention=layout.document_attention, save_id=save_id,
+        origin=asdict(plan.origin) if plan.origin else None, data=plan.datasets["train"].record(),
+        schedule=schedule_record(plan), schedule_flags=plan.schedule_flags, recipe=recipe_of(plan),
+        overrides=list(plan.overrides), lineage=list(plan.lineage))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and compare the sizes of its files, but not their contents.
-
-    Raises ConfigError if the manifest cannot be read or is damaged, if the folder's name has another step than the
-    manifest, or if a file is missing or has a wrong size.
-    """
-    manifest = parse_manifest(folder)
-    sizes = for_each_file(lambda name: _size(folder / name), list(manifest.files))
-    for (name, record), found_bytes in zip(manifest.files.items(), sizes, strict=True):
-        if found_bytes != record.bytes:
-            raise ConfigError(str(folder / name), found="no such file" if found_bytes is None else
-                              f"{found_bytes} bytes", expected=f"{record.bytes} bytes", remedy="use another checkpoint")
-    return manifest
+def tokenizer_fingerprint(plan: "Plan") -> str | None:
+    """Return the fingerprint of the run's tokenizer; None for a run without --tokenizer."""
+    return plan.tokenizer.fingerprint if plan.tokenizer else None
 
 
-def parse_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Raises ConfigError as `read_manifest`, but asks for no size of a file."""
-    return _parse(folder, lambda path: Manifest.from_json(read_text(path)))
+def schedule_record(plan: "Plan") -> dict[str, Any]:
+    """Return the learning-rate schedule as JSON values: fields of Schedule, or the JSON's "scheduler" block."""
+    if plan.schedule is not None:
+        return schedule_values(plan.schedule)
+    block: dict[str, Any] = json.loads(json.dumps(plan.ds_config.get("scheduler", {})))
+    return block
 
 
-def parse_head(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint without its `files`, whose number grows with the number of ranks.
-
-    For ranks other than rank 0, which compares hash and sizes. Raises ConfigError if the manifest cannot be read.
-    """
-    manifest = _parse(folder, lambda path: Manifest._from_values(parse_json(read_head(path)[0].rstrip(",") + "}")))
-    return parse_manifest(folder) if manifest.weights_only else manifest  # its fingerprint is compared
+def schedule_values(schedule: Schedule) -> dict[str, Any]:
+    """Return the fields of a schedule as JSON values."""
+    return {**asdict(schedule), "milestones": list(schedule.milestones)}
 
 
-def read_head(path: Path) -> tuple[str, int]:
-    """Return the text of a manifest up to its key "files", and the number of bytes of the file.
-
-    Raises OSError, and ValueError without this key.
-    """
-    with open_regular(path) as file:
-        content = b""
-        while _FILES.encode() not in content:
-            block = file.read(_HEAD_BYTES)
-            if not block:
-                raise ValueError('it has no key "files"')
-            content += block
-        return head_of(content.decode(errors="replace")), os.fstat(file.fileno()).st_size
+def recipe_of(plan: "Plan") -> dict[str, Any]:
+    """Return gradient clipping and the values of the flags in RECIPE_FLAGS."""
+    return {"gradient_clipping": plan.ds_config.get("gradient_clipping"),
+            **{name: getattr(plan.args, name, None) for name in RECIPE_FLAGS}}
 
 
-def head_of(text: str) -> str:
-    """Return the text of a manifest up to its key "files"."""
-    return text.partition(_FILES)[0]
-
-
-def _parse(folder: Path, read: Callable[[Path], Manifest]) -> Manifest:
-    path = folder / MANIFEST
-    try:
-        manifest = read(path)
-    except (OSError, ValueError) as error:
-        what = "cannot be read" if isinstance(error, OSError) else "is damaged"
-        problem = f"the manifest {what}: {reason_of(error)}"
-        raise ConfigError(str(path), problem=problem, remedy="use another checkpoint") from None
-    if step_of(folder) not in (-1, manifest.step):
-        problem = f"the manifest is of step {manifest.step}, but the folder's name says step {step_of(folder)}"
-        raise ConfigError(str(path), problem=problem, remedy=f"rename the folder to global_step{manifest.step}")
-    return manifest
-
-
-def _size(file: Path) -> int | None:
-    """Return the size in bytes; None if there is no regular file."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def step_of(folder: Path) -> int:
-    """Return the step in a checkpoint folder's name; -1 if the name is not global_stepN."""
-    match = _FOLDER_NAME.fullmatch(folder.name)
-    return int(match.group(1)) if match else -1
+def scheduler_source(plan: "Plan") -> str:
+    """Return the source of the learning rate: the type of the JSON's scheduler, or SCHEDULED_BY_FLAGS."""
+    return str(plan.ds_config.get("scheduler", {}).get("type", "")) if plan.schedule is None else \
+        SCHEDULED_BY_FLAGS

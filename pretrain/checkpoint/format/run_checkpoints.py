@@ -1,18 +1,114 @@
 """The checkpoints of a run: which are complete, which one is the newest good one, and the file `latest`. No torch.
 
-A checkpoint is complete if `read_manifest` accepts it, and good unless its manifest says that it holds NaN or infinity.
+A checkpoint is complete if its manifest is intact, every file that the manifest names has the recorded size, and the
+step in the folder's name is the manifest's. It is good unless the manifest says that it holds NaN or infinity. The
+files themselves are not read; `verify.find_damage` compares their hashes.
 """
 
 import contextlib
+import os
+import re
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest, read_manifest, step_of
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest
 from pretrain.errors import ConfigError, counted, printable, shorten
-from pretrain.stored_json import read_text
+from pretrain.paths import for_each_file
+from pretrain.stored_json import open_regular, parse_json, read_text, reason_of
 
 ReadManifest = Callable[[Path], Manifest]  # raises ConfigError
 LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest checkpoint, for plain DeepSpeed
+_FOLDER_NAME = re.compile(r"global_step(\d+)")
+_FILES = '\n "files": '  # begins the last but one key of the text; at the top level, the indentation is 1
+_HEAD_BYTES = 2**13  # that are read at a time
+
+
+def files_in(folder: Path) -> list[str]:
+    """List the relative paths of all files below the folder, sorted, without the manifest. Links count as files."""
+    found: list[str] = []
+    for around, folders, names in os.walk(folder):  # `Path.rglob` asks for the kind of each file once more
+        links = [name for name in folders if os.path.islink(os.path.join(around, name))]
+        found += [os.path.relpath(os.path.join(around, name), folder) for name in [*names, *links]]
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint, and compare the sizes of its files, but not their contents.
+
+    Raises ConfigError if the manifest cannot be read or is damaged, if the folder's name has another step than the
+    manifest, or if a file is missing or has a wrong size.
+    """
+    manifest = parse_manifest(folder)
+    sizes = for_each_file(lambda name: _size(folder / name), list(manifest.files))
+    for (name, record), found_bytes in zip(manifest.files.items(), sizes, strict=True):
+        if found_bytes != record.bytes:
+            raise ConfigError(str(folder / name), found="no such file" if found_bytes is None else
+                              f"{found_bytes} bytes", expected=f"{record.bytes} bytes", remedy="use another checkpoint")
+    return manifest
+
+
+def parse_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint. Raises ConfigError as `read_manifest`, but asks for no size of a file."""
+    return _parse(folder, lambda path: Manifest.from_json(read_text(path)))
+
+
+def parse_head(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint without its `files`, whose number grows with the number of ranks.
+
+    For ranks other than rank 0, which compares hash and sizes. Raises ConfigError if the manifest cannot be read.
+    """
+    manifest = _parse(folder, lambda path: Manifest.from_values(parse_json(read_head(path)[0].rstrip(",") + "}")))
+    return parse_manifest(folder) if manifest.weights_only else manifest  # its fingerprint is compared
+
+
+def read_head(path: Path) -> tuple[str, int]:
+    """Return the text of a manifest up to its key "files", and the number of bytes of the file.
+
+    Raises OSError, and ValueError without this key.
+    """
+    with open_regular(path) as file:
+        content = b""
+        while _FILES.encode() not in content:
+            block = file.read(_HEAD_BYTES)
+            if not block:
+                raise ValueError('it has no key "files"')
+            content += block
+        return head_of(content.decode(errors="replace")), os.fstat(file.fileno()).st_size
+
+
+def head_of(text: str) -> str:
+    """Return the text of a manifest up to its key "files"."""
+    return text.partition(_FILES)[0]
+
+
+def _parse(folder: Path, read: Callable[[Path], Manifest]) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        manifest = read(path)
+    except (OSError, ValueError) as error:
+        what = "cannot be read" if isinstance(error, OSError) else "is damaged"
+        problem = f"the manifest {what}: {reason_of(error)}"
+        raise ConfigError(str(path), problem=problem, remedy="use another checkpoint") from None
+    if step_of(folder) not in (-1, manifest.step):
+        problem = f"the manifest is of step {manifest.step}, but the folder's name says step {step_of(folder)}"
+        raise ConfigError(str(path), problem=problem, remedy=f"rename the folder to global_step{manifest.step}")
+    return manifest
+
+
+def _size(file: Path) -> int | None:
+    """Return the size in bytes; None if there is no regular file."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in a checkpoint folder's name; -1 if the name is not global_stepN."""
+    match = _FOLDER_NAME.fullmatch(folder.name)
+    return int(match.group(1)) if match else -1
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
-from pretrain.checkpoint.format.manifest import Manifest, files_in
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_checkpoints import files_in
 from pretrain.errors import ConfigError
 from pretrain.progress import ProgressBar
 

@@ -12,15 +12,19 @@ from socket import gethostname
 
 import torch.distributed as dist
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, head_of, read_head, read_manifest, step_of
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.run_checkpoints import (
     checkpoint_folders,
+    head_of,
     latest_name,
     latest_problem,
     manifest_or_error,
     no_good_checkpoint,
     not_finite_lines,
+    read_head,
+    read_manifest,
+    step_of,
 )
 from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damage, unexpected_files
 from pretrain.checkpoint.load.hf_folder import HFFolder, expected_hashes, hash_files

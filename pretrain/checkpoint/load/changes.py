@@ -8,8 +8,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
-from pretrain.checkpoint.format.run_manifest import recipe_of, schedule_record, schedule_values, scheduler_source
+from pretrain.checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    recipe_of,
+    schedule_record,
+    schedule_values,
+    scheduler_source,
+)
 from pretrain.config.flags.overrides import RECIPE_FLAGS, Change
 from pretrain.config.make_schedule import default_warmup_steps, make_schedule
 from pretrain.config.model_of_run import DROPOUTS, initialization_of

@@ -3,13 +3,15 @@
 import contextlib
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, read_manifest, step_of
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest
 from pretrain.checkpoint.format.run_checkpoints import (
     ReadManifest,
     checkpoint_folders,
     manifest_or_error,
     manifests_or_errors,
     newest_good,
+    read_manifest,
+    step_of,
 )
 from pretrain.data.data_spec import recorded_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta

@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, read_manifest
-from pretrain.checkpoint.format.run_checkpoints import ReadManifest, checkpoint_folders
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest
+from pretrain.checkpoint.format.run_checkpoints import ReadManifest, checkpoint_folders, read_manifest
 from pretrain.checkpoint.load.find_checkpoint import checkpoint_at, find_checkpoints_folder, is_checkpoint, steps_text
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.config.flags.arguments import RunArguments

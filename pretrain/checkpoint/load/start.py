@@ -4,7 +4,8 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, parse_head, read_manifest
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.format.run_checkpoints import parse_head, read_manifest
 from pretrain.checkpoint.load.hf_folder import HFFolder, find_hf_tokenizer
 from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
 from pretrain.checkpoint.load.resume import FoundCheckpoint, Resume, choose_checkpoint, make_resume

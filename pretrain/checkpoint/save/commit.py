@@ -18,8 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.checkpoint.format.hashed_files import FileRecord, write_atomically
-from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, files_in, parse_manifest
-from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, manifest_or_error, manifests_or_errors
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest
+from pretrain.checkpoint.format.run_checkpoints import (
+    LATEST_FILE,
+    files_in,
+    manifest_or_error,
+    manifests_or_errors,
+    parse_manifest,
+)
 from pretrain.errors import SaveError
 from pretrain.paths import for_each_file, free_bytes, fsync
 from pretrain.stored_json import build, read_json

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pretrain.checkpoint.format.hashed_files import HashedFile
-from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, read_manifest, step_of
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest, step_of
 from pretrain.checkpoint.save.commit import check_space, publish, temporary_folder, write_latest, write_manifest
 from pretrain.errors import ConfigError, SaveError
 from pretrain.progress import ProgressBar

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.checkpoint.format.manifest import Manifest, step_of
-from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, latest_name, manifest_or_error
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, latest_name, manifest_or_error, step_of
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import TEMPORARY, write_latest
 from pretrain.errors import ConfigError, SaveError

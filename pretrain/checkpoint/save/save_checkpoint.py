@@ -28,9 +28,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from pretrain.checkpoint.format.buffers import BUFFERS, gather_buffers
 from pretrain.checkpoint.format.fragments import FlatTensor, flat_tensors
 from pretrain.checkpoint.format.hashed_files import FileGroup
-from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.manifest import Manifest, manifest_of
 from pretrain.checkpoint.format.pickles import load_pickle, rng_file, rng_state, without_enums
-from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.format.shard_index import index_json, index_name
 from pretrain.checkpoint.save.commit import (
     check_space,

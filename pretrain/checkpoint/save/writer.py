@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
-from pretrain.checkpoint.format.manifest import Manifest, parse_head
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_checkpoints import parse_head
 from pretrain.checkpoint.save.commit import commit, discard, has_part, write_part
 from pretrain.checkpoint.save.mirror import finish_upload, upload
 from pretrain.checkpoint.save.retention import prune

@@ -12,12 +12,13 @@ from typing import Any
 from pretrain.cluster.hosts import probe
 from pretrain.cluster.hosts.remote import HostError, Transport, call_on_all, call_probe
 from pretrain.config.flags.arguments import RunArguments, data_spec
-from pretrain.config.flags.parse import flag_name, read_yaml
+from pretrain.config.flags.parse import read_yaml
 from pretrain.data.tokenizers.tokenizer import file_of_tokenizer
 from pretrain.distributed.requirements import requirements
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
 from pretrain.errors import ConfigError
 from pretrain.model.general.own_models import is_model_code
+from pretrain.old_names import current_name
 from pretrain.shipped import find_layout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,7 +90,7 @@ def words_request(words: Sequence[str], folder: Path) -> PreflightRequest:
     values: list[tuple[str, str]] = []  # (flag, value)
     for before, word in zip(["", *words], words, strict=False):
         flag, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
-        values += [(flag_name(flag.removeprefix("--")), value)] if equals else []
+        values += [(current_name(flag.removeprefix("--")), value)] if equals else []
     for name in [value for flag, value in values if flag == "config"]:
         values += [(flag, word) for flag, (_, entry) in read_yaml(name).items()
                    for word in (entry if isinstance(entry, list) else [entry])]

@@ -18,9 +18,10 @@ from typing import Any
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.launcher_flags import host_flags, split_command_line
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.flags.parse import flag_name, parse_arguments, read_yaml
+from pretrain.config.flags.parse import parse_arguments, read_yaml
 from pretrain.data.token_schedules import recorded_batch_sizes
 from pretrain.errors import ConfigError
+from pretrain.old_names import current_name
 
 _OWN_LAUNCHERS = ("ds-pretrain", "pretrain", "cluster.sh")  # they find train.py's flags without a separator
 _HOSTFILE_LAUNCHERS = (*_OWN_LAUNCHERS, "deepspeed", "mpirun", "mpiexec")  # accept --hostfile
@@ -60,7 +61,7 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
     value = None
     for at, word in enumerate(words):
         flag, equals, text = word.partition("=")
-        if flag.startswith("-") and flag_name(flag.lstrip("-")) == name:
+        if flag.startswith("-") and current_name(flag.lstrip("-")) == name:
             value = text if equals else words[at + 1] if at + 1 < len(words) else None
     return value
 

@@ -19,6 +19,7 @@ from pretrain.errors import ConfigError
 from pretrain.extension import Extension, for_each_extension, types_of
 from pretrain.model.init_methods import INIT_METHODS
 from pretrain.model.recompute import PARTS
+from pretrain.old_names import OLD_NAMES
 
 # names of --override -> the settings of a checkpoint that they allow to change
 OVERRIDES = {
@@ -36,7 +37,6 @@ OVERRIDES = {
     "seed": "the seed of data order and dropout",
 }
 LONGEST_NOTE = 2000  # characters
-TASK_FLAGS = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no usual deviation
 
 MODEL = Group("model and run folder")
@@ -46,7 +46,6 @@ RECIPE = Group("optimizer, loss and gradients")
 INITIAL = Group("initial weights and dropout", "Settings of the training only: an exported config.json does not "
                                                "change.")
 LOGGING = Group("evaluation and logging")
-MEASUREMENTS = Group("checks, measurements and profiles")
 CHECKPOINTS = Group("checkpoints")
 CHANGES = Group("changes of a run")
 FAILURES = Group("when something goes wrong")
@@ -250,26 +249,9 @@ class RunArguments:
         10, "steps between two logged steps: a line of output and a row of metrics.jsonl", low=1)
     eval_interval: int = LOGGING.flag(1000, "steps between two evaluations; 0: only at the end", low=0)
     eval_steps: int = LOGGING.flag(10, "global batches in an evaluation", low=1)
-    show_predictions: int = LOGGING.flag(
-        0, "at each evaluation, let the model continue the beginnings of N fixed validation samples, and write its "
-        "text next to the true one into RUN/predictions.jsonl and the report; 0: off", low=0, high=1000)
-    eval_tasks: str | None = LOGGING.flag(
-        None, "tasks of lm-eval, such as hellaswag,arc_easy, whose scores the run computes and logs while it trains; "
-        "needs --tokenizer and the package lm_eval", metavar="TASK,TASK")
-    eval_tasks_folder: str | None = LOGGING.flag(
-        None, "folder with more tasks, as .yaml files", parse=path_text, metavar="DIR")
-    eval_tasks_fewshot: int | None = LOGGING.flag(
-        None, "examples before each question of the tasks", low=0, high=1000, unset="the task's")
-    eval_tasks_limit: int | None = LOGGING.flag(
-        None, "score only the first N questions of each task", low=1, unset="all questions")
-    eval_tasks_interval: int | None = LOGGING.flag(
-        None, "steps between two scores of the tasks; 0: only at the end", low=0, unset="--eval_interval")
     note: str | None = LOGGING.flag(
         None, "why this run: a text that run.json, the report, `ds-pretrain summary` and the monitors show; a resume "
         "may change it", metavar="TEXT")
-    expected_curve: str | None = LOGGING.flag(
-        None, "ladder.json of `ds-pretrain ladder`: the report shows its expected losses, and an event and a line in "
-        "the log say when the training loss leaves them; a resume may change it", parse=path_text, metavar="FILE")
     trackio: str | None = LOGGING.flag(
         None, "Trackio project that gets the values of metrics.jsonl, as the monitors of the DeepSpeed JSON do; needs "
         "the package trackio", metavar="PROJECT")
@@ -277,26 +259,12 @@ class RunArguments:
         "error", "DeepSpeed's own messages: debug, info, warning or error",
         choices=("debug", "info", "warning", "error"), metavar="LEVEL")
 
-    sanity_check: bool = MEASUREMENTS.flag(
-        False, "before step 1: run the checks of `ds-pretrain sanity`, and reject the run if one fails; a run that "
-        "resumes is not checked again")
-    profile_steps: str | None = MEASUREMENTS.flag(
-        None, "steps to profile, the first and the last one, such as 10:12: each rank writes a trace and a table of "
-        "operators to RUN/profiles; to profile a running job, `touch RUN/PROFILE`", metavar="FIRST:LAST")
-    profile_ranks: str = MEASUREMENTS.flag("all", "ranks that write a profile, such as 0,8", metavar="all|RANK,...")
-    pipeline_timeline: str | None = MEASUREMENTS.flag(
-        None, "steps of a run with several pipeline stages, such as 10:12, whose time is divided into forward, "
-        "backward, transfers and bubble: writes plots and a JSON to RUN/profiles", metavar="FIRST:LAST")
-    memory_snapshot: bool = MEASUREMENTS.flag(
-        False, "the profiled steps also write each allocation of GPU memory with its stack")
-
     save_interval: int = CHECKPOINTS.flag(1000, "steps between two checkpoints; 0: only at the end", low=0)
     resume: str = CHECKPOINTS.flag(
         "auto", "auto: from the newest checkpoint if there is one; required: never from step 0; never: only into a run "
         "folder without checkpoints", choices=("auto", "required", "never"))
     exit_step: int | None = CHECKPOINTS.flag(
-        None, "save and stop after this step, before the run's end; another name: --exit_at_step", above=0,
-        other_name="exit_at_step")
+        None, "save and stop after this step, before the run's end", above=0)
     async_save: bool = CHECKPOINTS.flag(False, "copy a checkpoint to host memory and write it while training continues")
     save_busy: str = CHECKPOINTS.flag(
         "wait", "while the previous --async_save is still being written: wait, or skip the new one",
@@ -439,9 +407,7 @@ def _declare(fields: Iterable["dataclasses.Field[Any]"], types: Mapping[str, Any
 
 
 def _declare_extension(extension: Extension) -> None:
-    names = {*extension.flags, *(each.metadata["flag"].other_name for each in extension.flags.values())} - {None}
-    taken = {*_CORE, "config", "help", *(flag.other_name for flag in FLAGS.values())}
-    if both := sorted(names & taken):
+    if both := sorted(extension.flags.keys() & {*_CORE, "config", "help", *OLD_NAMES}):
         raise ConfigError(f"extension {extension.name}", problem=f"a run has a flag --{both[0]} already",
                           remedy="give the extension's flag another name")
     _declare(extension.flags.values(), types_of(extension))

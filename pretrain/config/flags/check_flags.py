@@ -5,12 +5,12 @@ import os
 import re
 from pathlib import Path
 
-from pretrain.config.flags.arguments import FLAGS, LONGEST_NOTE, TASK_FLAGS, RunArguments
+from pretrain.config.flags.arguments import FLAGS, LONGEST_NOTE, RunArguments
 from pretrain.config.flags.overrides import named_overrides
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
-from pretrain.extension import check_extensions
-from pretrain.paths import RUN_FILES, check_folder, check_outside_runs
+from pretrain.extension import check_extensions, run_files
+from pretrain.paths import check_folder, check_outside_runs
 from pretrain.remote import check_protocol, is_url
 
 
@@ -28,7 +28,6 @@ def check_flags(args: RunArguments) -> None:
     _check_schedule_flags(args)
     _check_checkpoint_flags(args)
     _check_steering_flags(args)
-    _check_task_flags(args)
     if args.skip_samples is not None or args.reorder_samples is not None:
         from pretrain.data.samples.read_order import read_order  # imports numpy
 
@@ -86,25 +85,10 @@ def _check_checkpoint_flags(args: RunArguments) -> None:
 
 def _check_steering_flags(args: RunArguments) -> None:
     named_overrides(args)
-    if args.expected_curve is not None and args.init_from is not None:
-        raise ConfigError("--expected_curve / --init_from", found="both", expected="one of the two",
-                          remedy="a ladder predicts the losses of a run that begins with random weights")
-    if args.expected_curve is not None and args.dataset_module is not None:
-        raise ConfigError("--expected_curve / --dataset_module", found="both", expected="one of the two",
-                          remedy="a ladder predicts the losses of a run on its own corpus, of token files")
     if args.resume_from is not None and args.init_from is not None:
         raise ConfigError("--resume_from", found=f"also --init_from {args.init_from}", expected="one of the two",
                           remedy="--resume_from continues a run with its optimizer states; --init_from takes weights "
                           "alone, and begins at step 0")
-
-
-def _check_task_flags(args: RunArguments) -> None:
-    if args.eval_tasks is not None:
-        return
-    for name in TASK_FLAGS:
-        if getattr(args, name) is not None:
-            raise ConfigError(f"--{name}", problem="it has no effect without --eval_tasks",
-                              remedy="give --eval_tasks too")
 
 
 def check_folders(save: str, mirror: str | None) -> None:
@@ -122,7 +106,7 @@ def check_folders(save: str, mirror: str | None) -> None:
     check_folder(Path(save), "--save")
     check_outside_runs(Path(save), "--save")
     check_folder(Path(save) / "checkpoints", "--save")
-    for name in RUN_FILES:
+    for name in run_files():
         path = Path(save) / name
         if os.path.lexists(path) and not path.is_file():
             raise ConfigError("--save", problem=f"{shorten(str(path))} is not a regular file",

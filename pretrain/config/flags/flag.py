@@ -28,9 +28,9 @@ class Flag:
     choices: Sequence[str] = ()
     metavar: str | None = None  # of the value in --help; None: the choices, or N or X
     unset: Any = "none"  # default that a missing value gets elsewhere, or words about it
-    other_name: str | None = None  # second name, not in --help
     override: str | None = None  # name of --override that allows another value than that in a checkpoint
     repeats: bool = False  # of an extension: a repetition of the run from its record sets it, too
+    not_repeated: str = ""  # why it does not, in words
     is_secret: bool = False  # the value is left out of the command that run.json records
 
     def check(self, name: str, value: Any) -> None:

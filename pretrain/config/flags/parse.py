@@ -12,11 +12,12 @@ from typing import Any, get_args
 
 import yaml
 
-from pretrain.cli import Parser, text, unknown_flag
+from pretrain.cli import Parser, note_old_name, text, unknown_flag
 from pretrain.config.flags.arguments import FLAGS, TYPES, RunArguments, arguments_of, data_spec
 from pretrain.config.other_programs import hint_for
 from pretrain.errors import ConfigError, shorten
 from pretrain.extension import activate
+from pretrain.old_names import current_name
 from pretrain.stored_json import read_settings
 
 _USAGE = """ds-pretrain --deepspeed_config FILE --model NAME --train_data PREFIX
@@ -80,15 +81,7 @@ def run_parser() -> Parser:
             section.add_argument("--config", action="append", type=text, default=[], metavar="FILE",
                                  help="YAML file with these flags as keys (default: none)")
         section.add_argument(f"--{name}", help=flag.help, **_options(name))
-        if flag.other_name:
-            section.add_argument(f"--{flag.other_name}", dest=name, help=argparse.SUPPRESS, **_options(name))
     return parser
-
-
-def flag_name(word: str) -> str:
-    """Return the name of a field of RunArguments for a flag or key: with _ instead of -, and without a second name."""
-    name = word.replace("-", "_")
-    return next((known for known, flag in FLAGS.items() if flag.other_name == name), name)
 
 
 def read_yaml(path: str) -> dict[str, tuple[int, str | list[str]]]:
@@ -106,8 +99,10 @@ def read_yaml(path: str) -> dict[str, tuple[int, str | list[str]]]:
             raise ConfigError(f"--config {path}", found=_node_type(document), expected="a mapping of flag: value")
         _check_unique(path, document)
         loader.flatten_mapping(document)  # keys merged by `<<: *name` come first: later keys win
-        entries = [(flag_name(str(key.value)), key.start_mark.line + 1, _yaml_value(loader, path, key, value))
+        entries = [(current_name(str(key.value)), key.start_mark.line + 1, _yaml_value(loader, path, key, value))
                    for key, value in document.value]
+        for key, _ in document.value:
+            note_old_name(str(key.value), f"{path}:{key.start_mark.line + 1}")
     except ConfigError:
         raise
     except RecursionError:
@@ -140,7 +135,7 @@ def _check_unique(path: str, document: yaml.MappingNode) -> None:
     """Raise ConfigError for a key that occurs twice, with - or _: YAML would silently use the last one."""
     lines: dict[str, int] = {}
     for key, _ in document.value:
-        name, line = flag_name(str(key.value)), key.start_mark.line + 1
+        name, line = current_name(str(key.value)), key.start_mark.line + 1
         if name in lines:
             raise ConfigError(f"{path}:{line}: {name}", problem=f"the same key is on line {lines[name]}",
                               remedy="remove one of the two")
@@ -152,7 +147,7 @@ def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.
 
     For text flags, `no` and 0123 keep their spelling.
     """
-    where, kinds = f"{path}:{key.start_mark.line + 1}: {key.value}", _kinds(flag_name(str(key.value)))
+    where, kinds = f"{path}:{key.start_mark.line + 1}: {key.value}", _kinds(current_name(str(key.value)))
     if (list[str] in kinds or not kinds) and isinstance(value, yaml.SequenceNode):  # an unknown key: rejected later
         return _yaml_list(where, value)
     if not isinstance(value, yaml.ScalarNode):

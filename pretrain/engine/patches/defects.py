@@ -7,7 +7,6 @@ gives the wrong result (the reproducers), and with the work-around it is right (
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 from packaging.version import Version
 
@@ -124,19 +123,3 @@ def find_defect(letter: str) -> Defect:
 def has_defect(letter: str) -> bool:
     """Return whether the installed DeepSpeed has the defect."""
     return _BY_LETTER[letter].exists_in(str(deepspeed_version()))
-
-
-def markdown_table() -> str:
-    """Return the table of pretrain/README.md: the defects of each version of MEASURED, and what this package does."""
-    rows = [["", "defect", *MEASURED, "DeepSpeed's files", "in this package"]]
-    rows.append(["---", "---", *("---" for _ in MEASURED), "---", "---"])
-    for defect in DEFECTS:
-        script = next((Path(__file__).parent / "reproducers").glob(f"{defect.letter.lower()}_*.py"))
-        rows.append([f"[{defect.letter}](engine/patches/reproducers/{script.name})", defect.title,
-                     *("yes" if defect.exists_in(version) else "no" for version in MEASURED),
-                     ", ".join(f"`{name.removeprefix('../')}`" for name in defect.files), defect.treatment])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown_table(), end="")

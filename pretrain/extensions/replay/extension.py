@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from pretrain.cli import path_text
 from pretrain.config.flags.flag import Flag, Group
 from pretrain.errors import ConfigError
-from pretrain.extension import Command, Extension
+from pretrain.extension import Command, Extension, RequestFile
 
 if TYPE_CHECKING:
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.plan import Plan
 
+RECORD_FILE = "RECORD"  # in the run folder: the run keeps a copy of the flight record
 GROUP = Group("when something goes wrong")
 
 
@@ -69,5 +70,6 @@ def _callbacks(plan: "Plan") -> "Iterator[Callback]":
 EXTENSION = Extension(
     "replay", "Keeps a flight record, computes micro-batches twice, and says why a step was as it was.",
     settings=Replay, is_always_used=True, check=_check, notes=_notes, callbacks=_callbacks,
+    requests={RECORD_FILE: RequestFile(answer="keeping the flight record")},
     commands={"replay": Command("during and after a run", "train a step again, and say why it was as it was", ".main")},
     reference={"flight": ("Keys of the flight record", "digest:reference")})

@@ -15,6 +15,8 @@ from pretrain.config.auto_values import NVME_PATH_VARIABLE
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.distributed.process import PROGRAM
 from pretrain.errors import ConfigError, listed, printable
+from pretrain.extension import extensions
+from pretrain.extensions.replay.extension import Replay as Flags
 from pretrain.extensions.replay.order import ReplayOrder
 from pretrain.extensions.replay.question import RECOMPUTATION, Replay, read_replay
 from pretrain.extensions.replay.target import Target
@@ -22,15 +24,14 @@ from pretrain.model.general.own_models import is_model_code
 from pretrain.monitor.read_run_folder import read_events
 from pretrain.monitor.repeatable import OWN_CODE, hosts_of, repeated_config, repeated_flags, repeated_variables
 
-# Flags that neither change the steps nor belong to a replay: it measures, evaluates, saves and reports nothing. The
-# guard must not end or roll back a replay whose steps are bad.
+# Flags that neither change the steps nor belong to a replay, as those of other extensions: it measures, evaluates,
+# saves and reports nothing. The guard must not end or roll back a replay whose steps are bad.
 _CHANGED: dict[str, Any] = {
     "eval_interval": 0, "save_interval": 0, "log_interval": 1, "spike_policy": "warn", "max_bad_steps": 10**9,
     "replica_check_interval": 0, "early_stopping_patience": 0, "flight_interval": 1, "flight_steps": 10**6}
-_REMOVED = ("eval_tasks", "eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval",
-            "show_predictions", "trackio", "note", "expected_curve", "sanity_check", "profile_steps", "profile_ranks",
-            "pipeline_timeline", "memory_snapshot", "async_save", "save_busy", "keep_checkpoints", "keep_every",
-            "keep_best", "exit_step", "exit_after_minutes", "early_stopping_min_delta", "recompute_interval")
+_REMOVED = ("trackio", "note", "async_save", "save_busy",
+            "keep_checkpoints", "keep_every", "keep_best", "exit_step", "exit_after_minutes",
+            "early_stopping_min_delta", "recompute_interval")
 _OF_LAYOUT = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "precision", "nvme_path")
 _LINES_OF_LOG = 12
 
@@ -53,7 +54,8 @@ class Layout:
 
 def replay_flags(target: Target, layout: Layout, order: ReplayOrder) -> dict[str, Any]:
     """Return the flags of the replay. Raises ConfigError if they name own code that the user has not named."""
-    flags = {name: value for name, value in repeated_flags(target.start).items() if name not in _REMOVED}
+    removed = {*_REMOVED, *(name for each in extensions() if each.settings is not Flags for name in each.flags)}
+    flags = {name: value for name, value in repeated_flags(target.start).items() if name not in removed}
     flags |= {name: value for name, value in _CHANGED.items() if name in FLAGS}
     if order.cross_check:
         flags["recompute_interval"] = 1

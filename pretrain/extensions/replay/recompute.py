@@ -16,8 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from pretrain.callback import Callback, Run
-from pretrain.checkpoint.format.manifest import step_of
-from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders
+from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, step_of
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather

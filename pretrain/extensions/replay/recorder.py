@@ -28,6 +28,7 @@ from pretrain.engine.layer_hooks import layer_of
 from pretrain.engine.parallelism import rank_order
 from pretrain.engine.steps import global_grad_norm, loss_scale, rank_loss
 from pretrain.engine.update_guard import SkippedUpdate, begin_skipped_update
+from pretrain.extensions.replay.extension import RECORD_FILE
 from pretrain.extensions.replay.first_micro_batch import random_states
 from pretrain.extensions.replay.interval import FlightInterval
 from pretrain.extensions.replay.layer_digests import CostTimer, LayerDigests, ReducedDigest
@@ -212,7 +213,7 @@ class FlightRecorder(Callback):
         self._keep(step, SPIKE)
 
     def requested(self, run: Run, request: "Request") -> None:
-        if request.record:
+        if RECORD_FILE in request.asked:
             self._keep(run.step, REQUEST)
 
     def _keep(self, step: int, reason: str) -> None:

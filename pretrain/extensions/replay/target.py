@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.recorded_data import OTHER_DATA, open_data_of_step
-from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest, step_of
-from pretrain.checkpoint.format.run_checkpoints import manifest_or_error, manifests_or_errors
+from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest
+from pretrain.checkpoint.format.run_checkpoints import manifest_or_error, manifests_or_errors, step_of
 from pretrain.checkpoint.save.retention import ABANDONED, ROLLBACKS, Rollback, read_rollbacks
 from pretrain.errors import ConfigError, counted
 from pretrain.extensions.replay.record_files import Header, RankRecord, read_start, start_folder

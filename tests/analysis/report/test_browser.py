@@ -1,4 +1,4 @@
-"""Pages of tools/report.py in a real browser: curves have the values of metrics.jsonl, and untrusted text is inert."""
+"""Pages of `ds-pretrain report` in a real browser: curves are those of metrics.jsonl, untrusted text is inert."""
 
 import json
 import signal
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from pretrain import extension
 from pretrain.analysis.summary import save_loss_plot
-from pretrain.config.expected_curve import CurvePoint, Target, target_record
+from pretrain.monitor.expected import Expectation, Expected
 from pretrain.monitor.read_run_folder import newest_path, read_metrics
 from tests.analysis.report.runs import (
     DRAWN,
@@ -101,19 +102,24 @@ def test_abandoned_rows_evaluations_and_events(browser: Browser, run: Path, tmp_
     assert "hosts: [\"vm\"] → [\"b\"]" in page.run("document.getElementById('configuration').textContent")
 
 
-def test_the_expected_curve_is_a_band_in_the_charts_of_the_losses(browser: Browser, tmp_path: Path) -> None:
-    """From step 3 on, by step, tokens and time; of each run that has one."""
-    curve = [CurvePoint(16384 * step, 9 - step / 20, 8.5 - step / 20, 9.5 - step / 20) for step in (3, 100)]
-    target = Target(1e6, curve[-1].tokens, 16384, 4.0, 3.5, 4.5, curve)
+def test_expected_losses_are_a_band_in_the_charts_of_the_losses(browser: Browser, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """From step 3 on, by step, tokens and time; of each run of which an extension expects losses."""
+    def at(tokens: float) -> Expected | None:
+        step = tokens / 16384
+        return Expected(9 - step / 20, 8.5 - step / 20, 9.5 - step / 20) if 3 <= step <= 100 else None
+
+    expecting = extension.Extension("expecting", "Expects losses.", expectation=lambda start, events: (
+        Expectation(at, "too high") if start.get("expects") else None))
+    monkeypatch.setitem(extension._found, "expecting", expecting)
     folder = write_run(tmp_path / "expected", rows_of([*range(1, 61)]),
-                       [event("off_curve", 40, "the loss is above", side="above")],
-                       [record(expected_curve=target_record(target))])
-    plain = write_run(tmp_path / "plain", rows_of([1, 2, 3]), starts=[record(expected_curve={"curve": "damaged"})])
+                       [event("off_curve", 40, "the loss is above", side="above")], [record(expects=True)])
+    plain = write_run(tmp_path / "plain", rows_of([1, 2, 3]))
     page = open_report(browser, tmp_path, folder)
     for panel in ("loss", "evaluation"):
         (one,) = (one for one in drawn(page, panel) if one["label"] == "expected, with its interval")
         assert one["x"] == [*range(3, 61)]
-        assert one["y"][0] == curve[0].loss
+        assert one["y"][0] == 9 - 3 / 20
     for axis, first in (("tokens", 3 * 16384), ("time", 3 * 0.4)):
         x, low, high = page.run(f"""(() => {{
             report.view.axis = {json.dumps(axis)};
@@ -121,7 +127,7 @@ def test_the_expected_curve_is_a_band_in_the_charts_of_the_losses(browser: Brows
             return [series.x[0], series.low, series.high];
         }})()""")
         assert x == pytest.approx(first, abs=0.2)
-        assert (low[0], high[0]) == (curve[0].low, curve[0].high)
+        assert (low[0], high[0]) == (8.5 - 3 / 20, 9.5 - 3 / 20)
     assert "expected, with its interval" in page.run("report.charts[0].legend.textContent")
     assert "; training loss " in page.run("document.getElementById('overview').textContent")
     assert page.run("eventStyle('off_curve')[0]") == "--bad"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from tests.distributed.checkpoint.test_saver import SAVE_MODES, STEPS, CaseList, events, log, losses
 from tests.support.cases import config
 from tests.support.launch import run_forked

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.reader import CheckpointReader, HFWeights
 from tests.support.cases import NO_NVME, case, flags, nvme, nvme_param

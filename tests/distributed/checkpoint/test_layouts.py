@@ -15,7 +15,7 @@ import pytest
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from tests.conftest import selected_params
 from tests.support.cases import CPU, NO_NVME, case, config, flags, nvme, nvme_param
 from tests.support.layouts import (

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, read_manifest
 from tests.support.cases import config, flags
 from tests.support.launch import run_forked
 from tests.support.run_rows import events, log, losses, rows

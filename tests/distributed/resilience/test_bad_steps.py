@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pretrain.analysis.summary import save_loss_plot, summarize
-from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, newest_good
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, newest_good, read_manifest
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.monitor.read_run_folder import newest_path, read_metrics

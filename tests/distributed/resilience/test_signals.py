@@ -13,7 +13,6 @@ import pytest
 
 from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
-from pretrain.config.profiles import DEFAULT_PROFILE_STEPS
 from tests.support.cases import DROPOUT, flags
 from tests.support.launch import run_worker
 from tests.support.layouts import dp2, pp2
@@ -24,7 +23,7 @@ STEPS = 24
 LAYOUTS = {"zero1": dp2(1, precision="bf16"), "zero3": dp2(3), "pipeline": pp2(1, precision="bf16")}
 ASYNC = {"async_save": "true"}
 Start = tuple[str, dict[str, Any], dict[str, Any]]  # action, further keys of the case, further flags
-FILES = {"files": ["SAVE", "PROFILE"]}
+FILES = {"files": ["SAVE"]}
 # Starts of one run, in order. The request arrives in step "hold_at" of the start, which is far slower than the others.
 CHAINS: dict[str, list[Start]] = {
     "zero3": [("SIGTERM", {"ranks": [1], "hold_at": 1}, {}), ("SIGHUP", {"ranks": [0, 1], "hold_at": 7}, ASYNC),
@@ -101,14 +100,11 @@ def test_signals_lose_no_step(results: dict[str, Any], folder: Path, layout: str
 
 
 @pytest.mark.parametrize("layout", CHAINS)
-def test_the_files_save_and_profile_are_obeyed_and_removed(results: dict[str, Any], folder: Path, layout: str) -> None:
+def test_the_file_save_is_obeyed_and_removed(results: dict[str, Any], folder: Path, layout: str) -> None:
     run = folder / layout
     *_, requested, last = events(run, "save")
     assert requested["step"] == events(run, "signal")[-1]["step"] < STEPS == last["step"]
     assert not (run / "SAVE").exists()
-    assert not (run / "PROFILE").exists()
-    first = requested["step"] + 1
-    assert [path.name for path in (run / "profiles").iterdir()] == [f"step{first}-{first + DEFAULT_PROFILE_STEPS - 1}"]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

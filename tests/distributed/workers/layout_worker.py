@@ -17,7 +17,7 @@ from deepspeed.utils import groups
 
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.format.fragments import base_optimizer, flat_tensors, group_of
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.agree_on_checkpoint import verify_weights
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint, load_weights
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from pretrain.checkpoint.format.fragments import flat_tensors
-from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.model_of_run import initialization_of

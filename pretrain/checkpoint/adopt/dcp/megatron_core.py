@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.adopt.dcp.files import METADATA, DcpFiles
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Omission, Shape
 from pretrain.checkpoint.adopt.mapping import read_in_module, shapes_in_module
 from pretrain.checkpoint.adopt.megatron.config import megatron_core_config
 from pretrain.checkpoint.adopt.megatron.layer_files import EnumValue, Ignored
@@ -86,7 +86,7 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
     model = model_config_from(values, "config.json" if config is not None else where)
     tensors = _Tensors(files, model, prefix)
     tensors.check()
-    states, losses = _states(tensors)
+    states, omissions = _states(tensors)
     groups = _groups(common)
     batch = whole_number(args.get("global_batch_size")) if args.get("rampup_batch_size") is None else None
     schedule, notes = read_schedule(common.get("opt_param_scheduler"), batch)
@@ -109,7 +109,7 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
         seq_length=whole_number(args.get("seq_length")), precision=tensors.precision,
         seed=whole_number(args.get("seed")),
         ds_config={"gradient_clipping": float(clipping)} if clipping else None,  # the rest of a JSON has no counterpart
-        losses=(*losses, *_growing_decay(common)), notes=(*notes, *tensors.notes()))
+        omissions=(*omissions, *_growing_decay(common)), notes=(*notes, *tensors.notes()))
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class _Tensors:
                 "logits in its loss"] if rows > size else []
 
 
-def _states(tensors: _Tensors) -> tuple[tuple[str, ...], list[Loss]]:
+def _states(tensors: _Tensors) -> tuple[tuple[str, ...], list[Omission]]:
     """Return the optimizer states that can be read, and what is lost. Raises ConfigError for a missing one."""
     stored = tensors.files.tensors
     kinds = {key.removeprefix(_STATE).partition(".")[0] for key in stored if key.startswith(_STATE)}
@@ -235,9 +235,9 @@ def _states(tensors: _Tensors) -> tuple[tuple[str, ...], list[Loss]]:
         reason = f"its states are in buckets without names, as in the format dp_reshardable: {_SAVE_AGAIN}"
     elif not {*_ADAM} <= kinds or kinds - {*_ADAM, *_MASTERS}:
         reason = f"its states are {', '.join(sorted(kinds)) or 'not under optimizer.state'}, and not those of Adam"
-    losses = [] if not reason else [Loss("optimizer", reason)]
+    omissions = [] if not reason else [Omission("optimizer", reason)]
     if tensors.precision != "fp32" and (reason or not tensors.masters):
-        losses.append(Loss("master_weights", reason or "the checkpoint has weights in 16 bits alone"))
+        omissions.append(Omission("master_weights", reason or "the checkpoint has weights in 16 bits alone"))
     beginnings = [f"{_STATE}{state}." for state in (_ADAM if not reason else ())]
     for beginning in (*beginnings, *([tensors.masters] if tensors.masters else [])):
         for source in tensors.sources.values():
@@ -246,7 +246,7 @@ def _states(tensors: _Tensors) -> tuple[tuple[str, ...], list[Loss]]:
                 raise ConfigError(f"{tensors.files.folder / METADATA}: {shorten(beginning + source.key)}",
                                   found="nothing" if found is None else f"the shape {list(found.shape)}",
                                   expected=f"{list(stored[source.key].shape)}, as of the weight", remedy=_SAVE_AGAIN)
-    return _ADAM if not reason else (), losses
+    return _ADAM if not reason else (), omissions
 
 
 def _groups(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -287,9 +287,9 @@ def _optimizer(args: Mapping[str, Any], groups: list[Mapping[str, Any]], schedul
     return {"type": kind, "params": {**known, **({"betas": [float(beta) for beta in betas]} if betas else {})}}
 
 
-def _growing_decay(common: Mapping[str, Any]) -> list[Loss]:
-    """Return a loss if the schedule changes the weight decay, which is constant here."""
+def _growing_decay(common: Mapping[str, Any]) -> list[Omission]:
+    """Return an omission if the schedule changes the weight decay, which is constant here."""
     state = common.get("opt_param_scheduler")
     ends = [state.get(name) for name in ("start_wd", "end_wd")] if isinstance(state, dict) else []
-    return [Loss("weight_decay", f"it changes from {ends[0]} to {ends[1]}, and remains that of the last step")] \
+    return [Omission("weight_decay", f"it changes from {ends[0]} to {ends[1]}, and remains that of the last step")] \
         if len({*ends}) > 1 else []

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.adopt.dcp.files import METADATA, DcpFiles
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Omission, Shape
 from pretrain.checkpoint.adopt.megatron.names import BY_HEAD
 from pretrain.checkpoint.adopt.megatron.tensor_parallel_parts import merge_qkv
 from pretrain.checkpoint.adopt.values import precision_of_dtype
@@ -66,7 +66,7 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
     tensors.check_tied_head()
     notes = [*tensors.check_frequencies(), "torchtitan does not record in which precision it computes, nor the "
              "clipping of gradients: set both in the DeepSpeed JSON"]
-    states, losses = _states(files, tensors)
+    states, omissions = _states(files, tensors)
     groups = {name: _settings(files, tensors.names[name]) for name in tensors.shapes} if states else {}
     optimizer, more = _optimizer(files, groups) if states else ({}, [])
     steps = {float(files.read(key)) for key in files.tensors if key.startswith(_STATE) and key.endswith(".step")}
@@ -87,7 +87,7 @@ def read(files: DcpFiles, config: Mapping[str, Any] | None) -> ForeignRun:
                       if "weight_decay" in values},
         schedule=_schedule(files, groups),
         consumed_tokens=tokens * ranks if counted else None, precision=tensors.precision,
-        losses=tuple(losses), notes=(*notes, *more))
+        omissions=tuple(omissions), notes=(*notes, *more))
 
 
 def _names(files: DcpFiles, model: ModelConfig) -> dict[str, str]:
@@ -198,13 +198,13 @@ class _Tensors:
         return []
 
 
-def _states(files: DcpFiles, tensors: _Tensors) -> tuple[tuple[str, ...], list[Loss]]:
+def _states(files: DcpFiles, tensors: _Tensors) -> tuple[tuple[str, ...], list[Omission]]:
     """Return the optimizer states that a resume needs, and why there are none. Raises ConfigError if one is missing."""
     kinds = {key.rpartition(".")[2] for key in files.tensors if key.startswith(_STATE)}
     if not kinds:
-        return (), [Loss("optimizer", "the checkpoint has weights alone")]
+        return (), [Omission("optimizer", "the checkpoint has weights alone")]
     if kinds != {*_ADAM, "step"}:
-        return (), [Loss("optimizer", f"its states are {', '.join(sorted(kinds))}, and not those of Adam")]
+        return (), [Omission("optimizer", f"its states are {', '.join(sorted(kinds))}, and not those of Adam")]
     expected = {tensors.state_keys(tensors.names[name], state)[0] for name in tensors.shapes for state in _ADAM}
     unknown = sorted(key for key in files.tensors
                      if key.startswith(_STATE) and not key.endswith(".step") and key not in expected)

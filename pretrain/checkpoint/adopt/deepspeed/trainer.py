@@ -13,7 +13,7 @@ from pretrain.checkpoint.adopt.deepspeed.engine_files import EngineFiles
 from pretrain.checkpoint.adopt.deepspeed.trainer_settings import Effects, effects_of_arguments, effects_of_module
 from pretrain.checkpoint.adopt.deepspeed.training_arguments import TRAINING_ARGS, read_training_arguments, schedule_of
 from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, add_torch_optimizer
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, understood
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Omission, understood
 from pretrain.checkpoint.adopt.optimizers import UNKNOWN_DECAY
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_foreign_pickle
@@ -66,18 +66,19 @@ def _read(folder: Path, config: dict[str, Any], state: _TrainerState) -> Foreign
         raise ConfigError(str(path), found=f"step {step}", expected=f"{run.step}, as in the other files",
                           remedy="use the files of one checkpoint")
     if str(arguments.get("optim", "")).startswith("adamw"):
-        run = replace(run, losses=tuple(loss for loss in run.losses if loss != UNKNOWN_DECAY))
+        run = replace(run, omissions=tuple(omission for omission in run.omissions if omission != UNKNOWN_DECAY))
     used = [path, *(folder / name for name in (_SCHEDULER, TRAINING_ARGS) if (folder / name).is_file())]
     run = replace(run, program=f"transformers.Trainer, {run.program}", folder=folder,
                   files=(*used, *run.files), seed=_seed(arguments), flags={**run.flags, **effects.flags},
-                  losses=(*run.losses, *effects.losses), notes=(*run.notes, *_notes(folder, arguments), *effects.notes))
+                  omissions=(*run.omissions, *effects.omissions),
+                  notes=(*run.notes, *_notes(folder, arguments), *effects.notes))
     if (folder / _SCHEDULER).is_file():
         run = zero_files.with_schedule(run, load_foreign_pickle(folder / _SCHEDULER))
-    elif "last_step" not in run.schedule and not any(loss.name == "schedule" for loss in run.losses):
-        run = replace(run, losses=(*run.losses, Loss("schedule", f"there is no file {_SCHEDULER}")))
+    elif "last_step" not in run.schedule and not any(omission.name == "schedule" for omission in run.omissions):
+        run = replace(run, omissions=(*run.omissions, Omission("schedule", f"there is no file {_SCHEDULER}")))
     if "type" not in run.schedule:
-        schedule, losses = schedule_of(arguments, state["max_steps"], step - run.skipped_steps)
-        run = replace(run, schedule={**run.schedule, **schedule}, losses=(*run.losses, *losses))
+        schedule, omissions = schedule_of(arguments, state["max_steps"], step - run.skipped_steps)
+        run = replace(run, schedule={**run.schedule, **schedule}, omissions=(*run.omissions, *omissions))
     return replace(run, learning_rate=_last_rate(state))
 
 
@@ -113,7 +114,7 @@ def _without_deepspeed(folder: Path, config: dict[str, Any], state: _TrainerStat
     add_torch_optimizer(files, found, FileLocation(_OPTIMIZER, ()), tensors, weights_at)
     batch = _global_batch_size(folder, arguments)
     precision = next((name for name in ("bf16", "fp16") if arguments.get(name)), weights.dtype)
-    rounded = () if weights.dtype == "fp32" else (Loss(
+    rounded = () if weights.dtype == "fp32" else (Omission(
         "master_weights", f"the run has trained weights in {weights.dtype}; they become fp32 master weights"),)
     clipping = arguments.get("max_grad_norm", "unknown") or 0.0  # None: no clipping
     run = ForeignRun(
@@ -121,7 +122,7 @@ def _without_deepspeed(folder: Path, config: dict[str, Any], state: _TrainerStat
         files=(path, *(folder / name for name in weights.files)), config=config, shapes=found.stored.shapes,
         read=zero_files.ForeignReader(files, found).tensor, states=(), step=state["global_step"],
         global_batch_size=batch, consumed_samples=batch * state["global_step"] if batch else None,
-        precision=precision, flags=effects.flags, losses=(*rounded, *effects.losses), notes=effects.notes,
+        precision=precision, flags=effects.flags, omissions=(*rounded, *effects.omissions), notes=effects.notes,
         ds_config={"gradient_clipping": clipping} if isinstance(clipping, (int, float)) else None)
     return zero_files.with_optimizer(run, str(path), found, files.contents[_OPTIMIZER]["param_groups"])
 

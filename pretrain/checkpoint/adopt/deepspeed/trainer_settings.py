@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.checkpoint.adopt.foreign_run import Omission
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import model_config_from
 from pretrain.model.general.decoder import transformers_config
@@ -65,7 +65,7 @@ class Effects:
     """Settings of a program and its model that are taken over, besides optimizer, batch and schedule."""
 
     flags: dict[str, Any] = field(default_factory=dict)
-    losses: tuple[Loss, ...] = ()
+    omissions: tuple[Omission, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -87,7 +87,7 @@ def effects_of_arguments(arguments: Mapping[str, Any], *, ranks: int) -> Effects
     unknown = sorted(name for name, value in arguments.items() if name not in TAKEN | NO_EFFECT | DIFFERS.keys()
                      and not name.startswith(_PRIVATE) and value not in (None, False, 0, "", [], {}))
     notes = (f"settings of the Trainer that are not known here: {_shown(', '.join(unknown))}",) if unknown else ()
-    return Effects(flags, tuple(Loss("settings", each) for each in found), notes)
+    return Effects(flags, tuple(Omission("settings", each) for each in found), notes)
 
 
 def _shown(value: Any) -> str:
@@ -102,20 +102,20 @@ def effects_of_module(config: dict[str, Any], *, with_labels: bool = True) -> Ef
     """
     ours = model_config_from(config, "config.json")
     flags: dict[str, Any] = {}
-    losses: tuple[Loss, ...] = ()
+    omissions: tuple[Omission, ...] = ()
     notes = []
     if ours.router_aux_loss and not (with_labels and config.get("output_router_logits")):
         flags["router_aux_loss"] = 0.0
         notes.append("router_aux_loss is 0: without output_router_logits in config.json, and with label smoothing, "
                      "transformers adds no auxiliary loss of the experts")
     elif ours.router_aux_loss:
-        losses = (Loss("settings", "output_router_logits true: the auxiliary loss of the experts is that of all layers "
-                       "together, and here of each layer"),)
+        omissions = (Omission("settings", "output_router_logits true: the auxiliary loss of the experts is that of all "
+                              "layers together, and here of each layer"),)
     token = config.get("pad_token_id")
     if token is not None and not ours.described and _untrained_row(config) is not None:
         notes.append(f"pad_token_id {token}: transformers does not train the vector of this token in the embedding, "
                      "and this program does: losses differ if the data has the token")
-    return Effects(flags, losses, tuple(notes))
+    return Effects(flags, omissions, tuple(notes))
 
 
 def _untrained_row(config: dict[str, Any]) -> int | None:

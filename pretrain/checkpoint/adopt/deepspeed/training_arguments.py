@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.checkpoint.adopt.foreign_run import Omission
 from pretrain.checkpoint.format.verify import pickle_globals
 from pretrain.config.trainer_schedules import schedule_flags
 from pretrain.errors import shorten
@@ -74,10 +74,11 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return {key: _plain(each, depth + 1) for key, each in attributes.items()} if depth < _DEEPEST else None
 
 
-def schedule_of(arguments: Mapping[str, Any], total_steps: int, step: int) -> tuple[dict[str, Any], tuple[Loss, ...]]:
+def schedule_of(arguments: Mapping[str, Any], total_steps: int,
+                step: int) -> tuple[dict[str, Any], tuple[Omission, ...]]:
     """Return `ForeignRun.schedule` as the Trainer's arguments describe it after `step`; ({}, ()) if they do not.
 
-    A schedule that no flags describe is a loss.
+    A schedule that no flags describe is an omission.
     """
     kind, given = arguments.get("lr_scheduler_type"), arguments.get("lr_scheduler_kwargs")
     if not isinstance(kind, str):
@@ -90,4 +91,6 @@ def schedule_of(arguments: Mapping[str, Any], total_steps: int, step: int) -> tu
     flags, reason = schedule_flags(kind, given if isinstance(given, dict) else {}, warmup=steps, total=total_steps,
                                    passed=step)
     found = {"type": kind, "warmup_steps": steps, "total_steps": total_steps, "flags": flags}
-    return found, (Loss("schedule", f"{shorten(reason, 200)}; the flags --lr_... give another one"),) if reason else ()
+    if not reason:
+        return found, ()
+    return found, (Omission("schedule", f"{shorten(reason, 200)}; the flags --lr_... give another one"),)

@@ -17,7 +17,7 @@ from deepspeed.checkpoint import SubparamShape
 
 from pretrain.checkpoint.adopt.deepspeed.universal_states import EngineStates, read_engine_states
 from pretrain.checkpoint.adopt.deepspeed.zero_files import with_schedule
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Omission, Shape
 from pretrain.checkpoint.adopt.mapping import shapes_in_module
 from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import FP32
@@ -58,7 +58,7 @@ def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:
         weight_decay=_decay_of(engine, files), global_batch_size=engine.global_batch_size,
         consumed_samples=engine.consumed_samples, seq_length=engine.seq_length, precision=engine.precision,
         loss_scale=engine.loss_scale, seed=engine.seed, ds_config=engine.ds_config,
-        losses=(*engine.losses, *files.losses()),
+        omissions=(*engine.omissions, *files.omissions()),
         notes=tuple(f"{rows} rows of {name}, which ds_to_universal has removed as padding of the vocabulary, are zeros"
                     for name, rows in files.padded.items()))
     if engine.groups:
@@ -123,13 +123,13 @@ class _Files:
         return [self._path(name, state) for name in self.stored_shapes
                 for state in (FP32, *(() if name in self.frozen else self.states))]
 
-    def losses(self) -> list[Loss]:
+    def omissions(self) -> list[Omission]:
         """Return what the run loses because this program trains all parameters."""
         if not self.frozen:
             return []
         others = len(self.frozen) - 1
         names = self.frozen[0] + (f" and {others} other parameters have" if others else " has")
-        return [Loss("other_states", f"{names} no optimizer states, as if not trained; here all parameters are "
+        return [Omission("other_states", f"{names} no optimizer states, as if not trained; here all parameters are "
                      "trained, and these begin with states of 0")]
 
     def read(self, name: str, state: str) -> torch.Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.adopt.deepspeed.zero_files import global_batch_size, precision_of
-from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.checkpoint.adopt.foreign_run import Omission
 from pretrain.checkpoint.adopt.optimizers import Recognized, recognize
 from pretrain.checkpoint.adopt.values import loss_scale_of, number
 from pretrain.checkpoint.convert.universal import DECAYS
@@ -39,7 +39,7 @@ class EngineStates:
     loss_scale: dict[str, float] | None
     seed: int | None
     ds_config: dict[str, Any]
-    losses: tuple[Loss, ...]
+    omissions: tuple[Omission, ...]
 
 
 def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]) -> EngineStates:
@@ -64,7 +64,8 @@ def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]
     precision, groups = precision_of(ds_config), _groups(optimizer, optimizer_path)
     recognized = _own_optimizer(ds_config, states) if DECAYS in model else \
         recognize(str(optimizer_path), groups, states, ds_config)
-    lost = [Loss("other_states", f"the state of {what}") for key, what in _LOST.items() if model.get(key) is not None]
+    lost = [Omission("other_states", f"the state of {what}") for key, what in _LOST.items()
+            if model.get(key) is not None]
     return EngineStates(
         files=(path, optimizer_path), step=step, optimizer_step=_optimizer_step(folder, optimizer, names, states),
         skipped_steps=_count(model, "skipped_steps", path, 0) or 0,
@@ -75,7 +76,7 @@ def read_engine_states(folder: Path, names: Sequence[str], states: Sequence[str]
         seq_length=_count(model, "seq_length", path, None), precision=precision,
         loss_scale=loss_scale_of(optimizer.get("loss_scaler")) if precision == "fp16" else None,
         seed=_count(model, "seed", path, None),
-        ds_config=ds_config, losses=(*recognized.losses, *lost))
+        ds_config=ds_config, omissions=(*recognized.omissions, *lost))
 
 
 def _dict_or_empty(value: Any) -> dict[str, Any]:

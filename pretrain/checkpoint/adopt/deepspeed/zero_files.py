@@ -17,7 +17,7 @@ from pretrain.checkpoint.adopt.deepspeed.engine_files import (
 from pretrain.checkpoint.adopt.deepspeed.swapped_files import SUFFIX, map_numbers
 from pretrain.checkpoint.adopt.deepspeed.trainer_settings import Effects, effects_of_module
 from pretrain.checkpoint.adopt.deepspeed.zero_layout import FoundParameters, find_parameters
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss, Shape, understood
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Omission, Shape, understood
 from pretrain.checkpoint.adopt.optimizers import recognize
 from pretrain.checkpoint.adopt.parameter_order import is_rounded
 from pretrain.checkpoint.adopt.values import loss_scale_of
@@ -108,7 +108,8 @@ def _read(folder: Path, config: dict[str, Any], effects: Effects) -> ForeignRun:
         precision=dtype, loss_scale=_loss_scale(files) if dtype == "fp16" else None, ds_config=ds_config,
         buffers={name.removeprefix(prefix): tensor for name, tensor in model["module"].items()
                  if name in (model.get("buffer_names") or ()) and not is_buffer(name)},
-        flags=effects.flags, losses=(*_losses(files, found), *effects.losses), notes=(*_notes(files), *effects.notes))
+        flags=effects.flags, omissions=(*_omissions(files, found), *effects.omissions),
+        notes=(*_notes(files), *effects.notes))
     where = str(folder / (files.optimizer_files or files.model_files)[0])
     run = with_optimizer(run, where, found, groups, prefix)
     state, scheduler = model.get("lr_scheduler"), folder.parent / "scheduler.bin"
@@ -128,15 +129,15 @@ def with_optimizer(run: ForeignRun, where: str, found: FoundParameters, groups: 
     """
     if not groups:
         known = found.stored.states.keys() - {FP32}
-        loss = Loss("optimizer", "the checkpoint (elastic) has states without the optimizer's settings")
-        return replace(run, losses=(*run.losses, loss)) if known else run
+        omission = Omission("optimizer", "the checkpoint (elastic) has states without the optimizer's settings")
+        return replace(run, omissions=(*run.omissions, omission)) if known else run
     recognized = recognize(where, groups, (state for state in found.stored.states if state != FP32), run.ds_config)
     scheduler, rate = (run.ds_config or {}).get("scheduler") or {}, float(groups[0]["lr"])
     counts = [found.stored.scalars.get("step", 0.0), *(group["step"] for group in groups if "step" in group)]
     return replace(
         run, states=recognized.states, optimizer={"type": recognized.type, "params": recognized.params},
         # some optimizers count steps for each parameter, others for each group
-        optimizer_step=max(float(count) for count in counts), losses=(*run.losses, *recognized.losses),
+        optimizer_step=max(float(count) for count in counts), omissions=(*run.omissions, *recognized.omissions),
         weight_decay={name.removeprefix(prefix): float(fragments[0].group["weight_decay"])
                       for name, fragments in found.stored.fragments.items() if "weight_decay" in fragments[0].group},
         schedule={"next_rate": rate}, learning_rate=None if scheduler.get("type") else rate)
@@ -156,17 +157,17 @@ def with_schedule(run: ForeignRun, state: Mapping[str, Any]) -> ForeignRun:
         schedule |= {"type": scheduler["type"], "params": params,
                      **{key: value for key, value in known.items() if isinstance(value, int)}}
     if not isinstance(state, dict) or not state.keys() & {"last_batch_iteration", "last_epoch"}:
-        loss = Loss("schedule", "the state of the learning-rate scheduler has no count of steps")
-        return replace(run, schedule=schedule, learning_rate=None, losses=(*run.losses, loss))
+        omission = Omission("schedule", "the state of the learning-rate scheduler has no count of steps")
+        return replace(run, schedule=schedule, learning_rate=None, omissions=(*run.omissions, omission))
     if "base_lrs" in state:
         schedule["peak_rate"] = float(state["base_lrs"][0])
     # DeepSpeed's schedulers count from -1, torch's from 0
     counted = int(state["last_batch_iteration"]) + 1 if "last_batch_iteration" in state else state["last_epoch"]
     if counted == applied:
         return replace(run, schedule={**schedule, "last_step": applied}, learning_rate=None)
-    loss = Loss("schedule", f"the learning-rate scheduler has counted {counted} steps, and the optimizer {applied} "
-                "updates")
-    return replace(run, schedule=schedule, learning_rate=None, losses=(*run.losses, loss))
+    omission = Omission("schedule", f"the learning-rate scheduler has counted {counted} steps, and the optimizer "
+                        f"{applied} updates")
+    return replace(run, schedule=schedule, learning_rate=None, omissions=(*run.omissions, omission))
 
 
 def _prefix(shapes: Mapping[str, Shape]) -> str:
@@ -208,17 +209,17 @@ def _loss_scale(files: EngineFiles) -> dict[str, float] | None:
     return loss_scale_of(optimizer.get("loss_scaler", optimizer))
 
 
-def _losses(files: EngineFiles, found: FoundParameters) -> list[Loss]:
-    losses = []
+def _omissions(files: EngineFiles, found: FoundParameters) -> list[Omission]:
+    omissions = []
     if found.frozen and found.stored.states.keys() - {FP32}:
         first, others = next(iter(found.frozen)), len(found.frozen) - 1
-        losses.append(Loss("other_states", f"{shorten(first)}" + (f" and {others} other parameters were" if others else
-                           " was") + " not trained; here all parameters are trained, and these begin with optimizer "
-                           "states of 0"))
+        untrained = f"{shorten(first)} " + (f"and {others} other parameters were" if others else "was")
+        omissions.append(Omission("other_states", f"{untrained} not trained; here all parameters are trained, and "
+                                  "these begin with optimizer states of 0"))
     for key, what in (("data_sampler", "DeepSpeed's curriculum over samples"), ("random_ltd", "random layer dropping")):
         if files.model.get(key) is not None:
-            losses.append(Loss("other_states", f"the state of {what}"))
-    return losses
+            omissions.append(Omission("other_states", f"the state of {what}"))
+    return omissions
 
 
 def _notes(files: EngineFiles) -> tuple[str, ...]:

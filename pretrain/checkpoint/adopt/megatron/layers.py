@@ -51,7 +51,7 @@ def _run(tensors: Tensors, step: int, values: dict[str, Any]) -> ForeignRun:
         program=f"{tensors.layout.program}, {stages}, tensor parallelism {ranks}{zero}",
         folder=files.folder, files=files.all(), config=values, shapes=shapes_in_module(tensors.rules, tensors.model),
         read=tensors.read, states=tensors.states, step=step, weight_decay=tensors.weight_decay(),
-        precision=tensors.precision, losses=tuple(tensors.losses()), notes=tuple(tensors.notes()))
+        precision=tensors.precision, omissions=tuple(tensors.omissions()), notes=tuple(tensors.notes()))
 
 
 def _config(settings: Settings, layout: PeerLayout, layers: Mapping[int, Sequence[Mapping[str, torch.Tensor]]],

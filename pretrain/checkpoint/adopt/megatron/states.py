@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Loss
+from pretrain.checkpoint.adopt.foreign_run import ForeignRun, Omission
 from pretrain.checkpoint.adopt.megatron.config import read_neox_settings
 from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles, load
 from pretrain.checkpoint.adopt.megatron.names import NEOX
@@ -78,11 +78,11 @@ def with_states(run: ForeignRun, state: Mapping[str, Any], settings: Settings, r
     schedule, notes = read_schedule(state.get("lr_scheduler"), batch)
     if rank and not files.zero and len(files.layers) and (ds_config or {}).get("gradient_clipping"):
         notes.append(_CLIPPING)
-    losses, rate = [], number(rank.groups[0].get("lr")) if rank and rank.groups else None
+    omissions, rate = [], number(rank.groups[0].get("lr")) if rank and rank.groups else None
     if not rank:
-        losses.append(Loss("optimizer", "the checkpoint has no optimizer, which is in zero_pp_rank files"))
+        omissions.append(Omission("optimizer", "the checkpoint has no optimizer, which is in zero_pp_rank files"))
         if run.precision != "fp32":
-            losses.append(Loss("master_weights", "the checkpoint has no zero_pp_rank files"))
+            omissions.append(Omission("master_weights", "the checkpoint has no zero_pp_rank files"))
     return replace(
         run, files=(*run.files, *settings.files), optimizer_step=rank.step if rank else 0,
         skipped_steps=_count(state, "skipped_steps", path) or 0, optimizer=_optimizer(rank, values, schedule),
@@ -90,7 +90,7 @@ def with_states(run: ForeignRun, state: Mapping[str, Any], settings: Settings, r
         schedule=schedule if rate is None else {**schedule, "next_rate": rate},
         global_batch_size=batch, consumed_samples=samples, seq_length=whole_number(values.get("seq_length")),
         loss_scale=_loss_scale(files), seed=whole_number(values.get("seed")), ds_config=ds_config,
-        losses=(*losses, *run.losses), notes=(*notes, *run.notes))
+        omissions=(*omissions, *run.omissions), notes=(*notes, *run.notes))
 
 
 def _count(values: Mapping[str, Any], key: str, path: Path) -> int | None:

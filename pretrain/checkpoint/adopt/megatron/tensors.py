@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from pretrain.checkpoint.adopt.foreign_run import Loss
+from pretrain.checkpoint.adopt.foreign_run import Omission
 from pretrain.checkpoint.adopt.mapping import read_in_module
 from pretrain.checkpoint.adopt.megatron.layer_files import LayerFiles
 from pretrain.checkpoint.adopt.megatron.names import NEOX, Key, PeerLayout, Place, key_of
@@ -176,19 +176,19 @@ class Tensors:
         return self.layout.program == NEOX and self.model.parallel_residual and source.parameter.name in _SUMMED \
             and self.files.tensor_parallel_size > 1
 
-    def losses(self) -> list[Loss]:
+    def omissions(self) -> list[Omission]:
         """Return what merging the tensor-parallel parts loses."""
         summed = [name for name, source in self.sources.items() if self._is_summed(source)]
         found = []
         ranks = self.files.tensor_parallel_size
         if summed:
-            found.append(Loss("other_states", f"GPT-NeoX has {ranks} summands of {len(summed)} biases, one on each "
+            found.append(Omission("other_states", f"GPT-NeoX has {ranks} summands of {len(summed)} biases, one on each "
                               f"tensor-parallel rank, and each is updated: their sum learns {ranks} times as fast as "
                               "the one bias here"))
         differing = self._differing_copies()
         if differing:
             largest = max(differing.values())
-            found.append(Loss("other_states", f"the copies of {len(differing)} parameters on tensor-parallel ranks "
+            found.append(Omission("other_states", f"the copies of {len(differing)} parameters on tensor-parallel ranks "
                               f"differ by up to {largest:.2g}, and their mean is taken, as GPT-NeoX's "
                               "convert_neox_to_hf.py does"))
         return found

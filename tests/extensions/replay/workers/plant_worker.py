@@ -20,8 +20,8 @@ from pretrain.extensions.replay.replayed_steps import ReplayedSteps
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import TimeOuts, rank_guards
 from tests.distributed.workers.worker import start_of
+from tests.extensions.replay.plants import Planter
 from tests.support.cases_loop import each_case
-from tests.support.plants import Planter
 
 
 def train_planted(case: dict[str, Any]) -> dict[str, Any]:

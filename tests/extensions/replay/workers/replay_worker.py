@@ -36,9 +36,9 @@ from pretrain.extensions.replay.target import Target, find_target
 from pretrain.monitor import announce
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import TimeOuts, rank_guards
+from tests.extensions.replay.plants import Plant, Planter
 from tests.extensions.replay.workers.plant_worker import acted_of, train_planted
 from tests.support.cases_loop import each_case
-from tests.support.plants import Plant, Planter
 
 
 def train_replay(folder: Path, target: Target, order: ReplayOrder, plant: Plant | None) -> Replay:

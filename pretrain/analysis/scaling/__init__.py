@@ -1,1 +1,0 @@
-"""Scaling laws: the expected loss of a model of N parameters that is trained with D tokens, from smaller models."""

@@ -1,0 +1,1 @@
+"""Profiles of steps, and timelines of pipelines."""

@@ -1,0 +1,1 @@
+"""Evaluation inside a run: scores of lm-eval's tasks, and texts that the model writes."""

@@ -1,1 +1,0 @@
-"""The training loss compared with the expected curve of --expected_curve: departures, and their likely causes."""
