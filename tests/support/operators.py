@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from pretrain.memory.estimate.layer_bytes import layer_bytes
-from pretrain.memory.estimate.phases import layer_groups
+from pretrain.memory.estimate.phases import layer_bytes, layer_groups
 from pretrain.model import operator_memory
 from pretrain.model.kernels.activation import ACTIVATION
 from pretrain.model.kernels.fused_loss import LOSS
