@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
+    from pretrain.model.operator_memory import OperatorMemory
+    from pretrain.model.operators import Kernels
 
 API = 1  # version of this interface and of `callback.py`
 ENTRY_POINTS = "ds_pretrain.extensions"
@@ -144,6 +146,10 @@ class Extension:
     advice: Mapping[str, str] = field(default_factory=dict)  # situation of the core -> what to do: see `advice_on`
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
+    operators: "str | Callable[[], Kernels]" = ""
+    # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
+    operator_memory: "str | Callable[[], OperatorMemory]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""

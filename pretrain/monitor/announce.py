@@ -24,7 +24,7 @@ from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError, format_number
 from pretrain.extension import extensions, records_of_extensions
 from pretrain.model.config import ModelConfig
-from pretrain.model.kernels.cpu.choice import as_json, chosen
+from pretrain.model.operators import operators_record
 from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.environment import (
     code_record,
@@ -99,7 +99,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         first_step: number of steps that were done before this start.
         resumed_from: checkpoint that the start continues from.
     """
-    layout, code, kernels = plan.layout, code_record(Path(plan.args.save)), chosen()
+    layout, code = plan.layout, code_record(Path(plan.args.save))
     ranks = Counter(host["host"] for host in hosts)
     different_hosts = {host["host"]: host for host in hosts}.values()
     return {
@@ -123,7 +123,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "unigram_entropy": plan.unigram_entropy,
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "layer_times": layer_times_record(plan),
-        "cpu_kernels": None if kernels is None else as_json(kernels),
+        **operators_record(),
         "versions": versions(), "software": software(), "git_commit": code["commit"], "code": code,
         "hosts": sorted(ranks),
         "hardware": [{**host, "ranks": ranks[host["host"]]} for host in different_hosts],
