@@ -87,6 +87,7 @@ class Problem:
     is_phase: bool = False
     # (event, ranks and hosts as text, is_over=) -> text, advice, and what shows it; in place of the two above
     describe: "str | Callable[..., tuple[str, str, str]]" = ""
+    unless: tuple[str, str] | None = None  # key and value of an event that is no problem
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class Extension:
     problems: Mapping[str, Problem] = field(default_factory=dict)  # by event
     # key that its callbacks add to rows of training -> unit, and definition
     metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    advice: Mapping[str, str] = field(default_factory=dict)  # situation of the core -> what to do: see `advice_on`
+    # event, kind of problem, or name of a hint -> what to do: see `advice_on`; of problems as in `Problem`
+    advice: Mapping[str, str] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
@@ -357,7 +359,7 @@ def request_files(args: "RunArguments") -> dict[str, RequestFile]:
 
 
 def advice_on(situation: str) -> list[str]:
-    """Return what extensions advise in a situation."""
+    """Return what extensions advise: at an event, a hint, or another situation such as "no_update"."""
     return [each.advice[situation] for each in extensions() if situation in each.advice]
 
 

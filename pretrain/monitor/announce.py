@@ -40,7 +40,6 @@ from pretrain.remote import without_credentials as plain
 from pretrain.terminal import Screen
 
 EARLY_STOP = "early_stop"  # the event, and the reason of the event "stop"
-REPLAYED = "replay"  # reason of the event "stop": the last step of a replay is done
 _LAYOUT = ("world_size", "data_parallel_size", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
            "expert_parallel_size", "zero_stage", "precision")
 _BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
@@ -179,12 +178,14 @@ def stopped_by_guard(folder: RunFolder, step: int, line: str) -> GuardError:
 
 
 def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float], screen: Screen,
-                 folder: RunFolder, *, is_done: bool) -> None:
+                 folder: RunFolder, *, is_done: bool, is_saved: bool) -> None:
     """Report why the run ends after `step`. `stopped_by`: the name of a signal, another reason, or "".
 
-    `is_done`: nothing is left to do, although steps are left.
+    Args:
+        is_done: nothing is left to do, although steps are left.
+        is_saved: there is a checkpoint of the step.
     """
-    is_finished = step == plan.train_steps and stopped_by != REPLAYED
+    is_finished = step == plan.train_steps and is_saved
     folder.event("stop", step=step, reason="finished" if is_finished else stopped_by or "--exit_step",
                  is_done=is_done or is_finished)
     if is_finished:
@@ -192,8 +193,8 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
         screen.line(f"finished {step} steps in {plan.args.save}: {last}")
         for line in next_line(shlex.join(["ds-pretrain", "report", plan.args.save])):
             screen.line(line)
-    elif stopped_by == REPLAYED:
-        screen.line(f"step {step} is trained again")
+    elif not is_saved:
+        screen.line(f"ended by {stopped_by} after step {step}")
     elif is_done:
         ended = "" if stopped_by == EARLY_STOP else f"ended by {stopped_by}: "
         screen.line(f"{ended}saved global_step{step} in {plan.args.save}")

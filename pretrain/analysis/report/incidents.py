@@ -17,7 +17,7 @@ from pretrain.analysis.report.crashes import events_and_crashes
 from pretrain.analysis.report.reduce import kept_rows
 from pretrain.analysis.report.run_table import RunTable, as_float, number_or_none
 from pretrain.errors import GUARD, listed, named, printable, shorten
-from pretrain.extension import Problem, problems
+from pretrain.extension import Problem, advice_on, problems
 from pretrain.resilience.lease_file import read_lease
 from pretrain.resilience.run_lock import LOCK
 
@@ -25,18 +25,15 @@ _LONGEST_TEXT = 400  # characters
 _LISTED = 8  # in a terminal
 _SILENT_S = 600.0  # a run that writes no row for this long, and for 20 times the usual interval, is reported
 _START_AGAIN = "; start the run again, or use `ds-pretrain supervise`"
-_REPLAY = "`ds-pretrain replay {run}@{step}` finds the cause"
-_SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skipping them gives"
 
-# by kind: the name of the event, or what the end of the files shows
+# by kind: the name of the event, or what the end of the files shows; extensions may advise more
 _KINDS: dict[str, Problem] = {
     "corruption": Problem("copies of a parameter differ between ranks: {reason}",
-                          f"do not trust the machine. {_REPLAY}", ("start",)),
-    "recomputation": Problem("{reason}", f"do not trust the machine. {_REPLAY}", ("start",)),
-    "spike": Problem("{reason}", _SAMPLES),
-    "skip": Problem("an update was skipped: {reason}", _SAMPLES),
-    "not_finite": Problem("the loss is NaN or infinite", _SAMPLES, ()),
-    "rollback": Problem("the run returned to an earlier checkpoint: {reason}", _SAMPLES),
+                          "do not trust the machine", ("start",)),
+    "spike": Problem("{reason}"),
+    "skip": Problem("an update was skipped: {reason}"),
+    "not_finite": Problem("the loss is NaN or infinite", over=()),
+    "rollback": Problem("the run returned to an earlier checkpoint: {reason}"),
     "hang": Problem("the run hung: {reason}", "read the stacks of all ranks in {path}; look at the machine of the rank "
                     "that is named", ("start",)),
     "crash": Problem("the run crashed: {reason}", f"read the last lines of the launcher's output{_START_AGAIN}",
@@ -47,7 +44,7 @@ _KINDS: dict[str, Problem] = {
                         ("start",)),
     "silent": Problem("{reason}", "look at the launcher's output, and at the machine of rank 0", ("start",)),
     "guard": Problem("the guard against bad steps stopped the run: {reason}",
-                     f"{_SAMPLES}; another start alone does not help", ("start",)),
+                     "another start alone does not help", ("start",)),
     "save_failed": Problem("a checkpoint was not written: {reason}", "make space, or repair the storage",
                            ("save", "start")),
     "after_save_failed": Problem("a checkpoint was not mirrored, or older ones not removed: {reason}",
@@ -57,7 +54,6 @@ _KINDS: dict[str, Problem] = {
     "data_changed": Problem("a file of the data was changed: {reason}", "do not write to the data of a run"),
     "data_replaced": Problem("a file of the data was replaced or removed: {reason}",
                              "restore the file before the next start", ("start", "finished")),
-    "tasks_failed": Problem("lm-eval could not score the tasks: {reason}", "look at the terminal's output"),
     "verify": Problem("{reason}"),
 }
 
@@ -135,13 +131,13 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int,
     if kind == "stop" and row.get("exit_code") == GUARD:
         kind = "guard"
     problem = known.get(kind)
-    if problem is None or (kind == "recomputation" and row.get("finding") == "off"):
+    if problem is None or (problem.unless and row.get(problem.unless[0]) == problem.unless[1]):
         return None
     end = None if problem.over is None else next((after for after in islice(rows, number + 1, None)
                                                   if _ends(problem, row, after)), None)
     step = _step(row.get("since" if problem.is_phase else "step"))
     machine, reason = _machine(row), printable(str(row.get("reason") or ""))
-    what, advice, detail = problem.text.format(reason=reason), problem.advice, ""
+    what, advice, detail = problem.text.format(reason=reason), _advice_on(kind, problem), ""
     subject = str(row.get("name") or re.sub(r"\d+", "", reason))
     last, when = _step(row.get("step")), _time(row)
     if problem.is_phase:
@@ -157,6 +153,11 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int,
     return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), advice, step, last, _time(row), when,
                     is_open=problem.over is not None and end is None, subject=subject,
                     machine=machine, detail=shorten(detail, _LONGEST_TEXT))
+
+
+def _advice_on(kind: str, problem: Problem) -> str:
+    """Return what to do: of the problem, and of extensions."""
+    return "; ".join(filter(None, [problem.advice, *advice_on(kind)]))
 
 
 def _advice(text: str, table: RunTable, step: int | None, path: object = None) -> str:
@@ -219,7 +220,8 @@ def _of_the_end(table: RunTable, now: float) -> Iterable[Incident]:
 
 def _at_the_end(kind: str, table: RunTable, step: int | None, last_step: int | None, when: float | None) -> Incident:
     problem = _KINDS[kind]
-    return Incident(kind, problem.text, _advice(problem.advice, table, step), step, last_step, when, when, is_open=True)
+    advice = _advice(_advice_on(kind, problem), table, step)
+    return Incident(kind, problem.text, advice, step, last_step, when, when, is_open=True)
 
 
 def _joined(incidents: list[Incident], *, gap: int) -> list[Incident]:

@@ -94,7 +94,7 @@ def test_the_summary_lists_the_same_in_80_columns(tmp_path: Path) -> None:
     assert lines[-1] == "  and 3 more, in the page of `ds-pretrain report`"
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     assert summary_lines(summary)[-len(lines):] == lines
-    assert "-> do not trust the machine. `ds-pretrain replay" in " ".join(" ".join(lines).split())
+    assert "-> do not trust the machine; `ds-pretrain replay" in " ".join(" ".join(lines).split())
     answered = incident_lines(summary.incidents, [{"step": 3, "what": "it is the data", "certainty": "sure"}])
     assert "    -> replay of step 3: it is the data (sure)" in answered
     assert incident_lines(incidents_of(RunTable(write_run(tmp_path / "fine", rows_of([1]))), now=START + 1)) == []
