@@ -3,8 +3,8 @@
 Flags without a subcommand belong to `train`. Subcommands that run on several ranks take the launcher's flags, too:
 
     ds-pretrain --num_gpus 2 --config run.yaml
-    ds-pretrain sanity --num_gpus 2 --config run.yaml
-    srun ds-pretrain sanity --config run.yaml           # another launcher starts the ranks
+    ds-pretrain evaluate --num_gpus 2 runs/gpt2
+    srun ds-pretrain evaluate runs/gpt2                 # another launcher starts the ranks
 """
 
 import os

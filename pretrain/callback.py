@@ -7,6 +7,7 @@ nobody uses costs nothing. This module imports neither torch nor DeepSpeed, and 
 The points of a run, in the order in which they are called:
 
     connected                                the ranks can talk; there is no engine yet
+    before_engine                            a run without a checkpoint: engines for trials may be built
     start                                    the engine is built and has its weights; nothing is trained yet
     for each step:
         begin_step                           before the data of the step is read
@@ -91,6 +92,17 @@ class StepResult:
     lr: float  # learning rate of the step
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What a callback may use before the engine of the run is built."""
+
+    plan: "Plan"
+    # (plan) -> engine with the weights that the run begins with; it must be gone at the end
+    build: "Callable[[Plan], DeepSpeedEngine]"
+    folder: "RunFolder"  # writes on rank 0 only
+    report: Callable[[str], None]  # says what is done now, and that there is progress; on all ranks
+
+
 class Callback(UpdatePart):
     """A part of a run that the step loop does not know.
 
@@ -109,6 +121,12 @@ class Callback(UpdatePart):
         """Called when the ranks can talk, before the engine is built: the last place for a cheap ConfigError.
 
         All ranks must raise it, or none (`distributed/collectives.py`, from_rank_0).
+        """
+
+    def before_engine(self, trial: Trial) -> None:
+        """Called before the engine is built, if the run begins at step 0: for trials on engines of their own.
+
+        All ranks must raise a ConfigError, or none.
         """
 
     def start(self, run: "Run") -> None:
@@ -272,6 +290,12 @@ class Callbacks:
         for callback in self.at("connected"):
             with naming(callback, "connected"):
                 callback.connected(plan)
+
+    def before_engine(self, trial: Trial) -> None:
+        """Call the point `before_engine`."""
+        for callback in self.at("before_engine"):
+            with naming(callback, "before_engine"):
+                callback.before_engine(trial)
 
     def check_states(self, run: Run) -> None:
         """Raise ConfigError if JSON cannot represent a state, before a save begins."""

@@ -50,6 +50,7 @@ class Command:
     help: str
     module: str  # full name, or relative to the module of the declaration: ".main"
     function: str = "main"
+    runs_on_ranks: bool = False  # on one or several, and takes the flags of the launcher
 
     def load(self) -> Callable[[], Any]:
         """Import the module, and return the function."""
@@ -126,6 +127,7 @@ class Extension:
     problems: Mapping[str, Problem] = field(default_factory=dict)  # by event
     # key that its callbacks add to rows of training -> unit, and definition
     metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    advice: Mapping[str, str] = field(default_factory=dict)  # situation of the core -> what to do: see `advice_on`
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
@@ -329,6 +331,11 @@ def request_files(args: "RunArguments") -> dict[str, RequestFile]:
     """Return the files by which a user can ask something of the extensions that the run uses: equal on all ranks."""
     return dict(sorted((name, file) for each in extensions() if each.is_used(args)
                        for name, file in each.requests.items()))
+
+
+def advice_on(situation: str) -> list[str]:
+    """Return what extensions advise in a situation."""
+    return [each.advice[situation] for each in extensions() if situation in each.advice]
 
 
 def notes_of_extensions(plan: "Plan") -> list[str]:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pretrain.analysis.sanity.run_checks import check_before_start
-from pretrain.callback import Callback, Callbacks, Run
+from pretrain.callback import Callback, Callbacks, Run, Trial
 from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import InitialWeights
@@ -70,8 +69,9 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
         plan = resume.plan
     call = Callbacks([*_core_callbacks(plan, resume), *callbacks])
     call.connected(plan)
-    if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
-        _check_sanity(plan, world, guards, lambda plan: _build(plan, resume, weights, guards.watchdog).engine)
+    if resume is None or resume.manifest.weights_only:
+        call.before_engine(_trial(plan, world, guards,
+                                 lambda plan: _build(plan, resume, weights, guards.watchdog).engine))
     start = _build(plan, resume, weights, guards.watchdog, call)
     plan = plan_as_built(plan, start.engine)
     with Screen(active=world.rank == 0) as screen:
@@ -99,14 +99,14 @@ def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
         yield ReplicaCheck(args.replica_check_interval)
 
 
-def _check_sanity(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> None:
-    """Run the sanity checks on engines of their own. Raises ConfigError if one fails."""
+def _trial(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> Trial:
+    """Return what callbacks may use before the engine of the run is built."""
     def report(activity: str) -> None:
-        guards.watchdog.enter("sanity", 0)
-        status(f"sanity check: {activity}")
+        guards.watchdog.enter("trial", 0)
+        status(activity)
 
     folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm)
-    check_before_start(plan, build, folder, report, active=world.rank == 0)
+    return Trial(plan, build, folder, report)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 from pretrain.cli import Parser, number, path, whole_number
 from pretrain.errors import ConfigError, closest, format_number
 from pretrain.paths import check_outside_runs
+from tests.support.launch import PROGRAM
 from tests.support.rejection import rejection
 
 
@@ -62,8 +63,7 @@ run_main(f)"""
 
 
 def test_help_in_a_pipe_of_a_program_that_ends_at_once() -> None:
-    program = Path(__file__).parents[1] / "tools" / "check_cluster.py"
-    done = subprocess.run([sys.executable, str(program), "--help"], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, PROGRAM, "check-cluster", "--help"], capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--min_gbit MIN_GBIT" in done.stdout
 

@@ -22,7 +22,7 @@ def test_cell(cell: str, tmp_path: Path) -> None:
         pytest.skip(done.stdout)
 
 
-@pytest.mark.parametrize("program", [("-m", "pretrain"), ("pretrain/train.py",), ("tools/checkpoint.py",)])
+@pytest.mark.parametrize("program", [("-m", "pretrain"), ("pretrain/train.py",), ("tools/evaluate.py",)])
 def test_an_older_python_is_rejected_in_one_line(program: tuple[str, ...]) -> None:
     try:
         python = interpreter("3.9")

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from pretrain.analysis.recorded_data import StepPosition
-from pretrain.analysis.sanity.batches import tokens_of, wrong_labels
-from pretrain.data.loader import Loader, MicroBatch
+from pretrain.data.loader import Loader, MicroBatch, tokens_of, wrong_labels
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.read_order import ranges_text, recorded_read_order
 from pretrain.data.token_schedules import parse_seq_lengths, recorded_batch_sizes

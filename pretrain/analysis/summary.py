@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.lr_range import check_plot_target
 from pretrain.analysis.report.expected import Comparison, expected_of_run, newest_comparison
 from pretrain.analysis.report.hints import hints_of
 from pretrain.analysis.report.incidents import Incident, incident_lines, incidents_of
 from pretrain.analysis.report.replays import replays_data
 from pretrain.analysis.report.run_table import RunTable
-from pretrain.analysis.svg import save_svg
+from pretrain.analysis.svg import check_plot_target, save_svg
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.errors import ConfigError, printable

@@ -1,8 +1,19 @@
 """Plots as SVG with text as text. The same figure and name give the same bytes. Needs matplotlib."""
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from pretrain.errors import ConfigError
+
+
+def check_plot_target(target: Path) -> None:
+    """Raise ConfigError if the plot cannot be drawn: matplotlib is missing, or the name does not end with .svg."""
+    if target.suffix.lower() != ".svg":
+        raise ConfigError("--plot", found=str(target), expected="a file name that ends with .svg")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot", problem="matplotlib is not installed", remedy="pip install 'ds-pretrain[plot]'")
 
 
 def save_svg(figure: Any, target: Path | io.StringIO, name: str) -> None:

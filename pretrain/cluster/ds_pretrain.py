@@ -2,7 +2,7 @@
 
     ds-pretrain --num_gpus 2 --config run.yaml
     ds-pretrain --hostfile hosts pretrain/train.py --config run.yaml
-    ds-pretrain --hostfile hosts sanity --config run.yaml
+    ds-pretrain --hostfile hosts evaluate runs/gpt2
 
 The command accepts most flags of `deepspeed` (cluster/launcher_flags.py) and all flags of pretrain/train.py. It reports
 errors before it imports torch or DeepSpeed. The `deepspeed` command and its launcher process both import torch and

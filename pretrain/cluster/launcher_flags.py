@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, whole_number
+from pretrain.extension import for_each_extension
 
 _PORT, _COUNT = whole_number(1, 65535), whole_number(1, 100_000)
 _SECONDS = number(0, LONGEST_SECONDS)
 # Choice of --launcher -> the program that must be installed (DeepSpeed checks for the same one)
 LAUNCHER_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}
-# subcommands that run on several ranks -> their file in tools/
-RANK_COMMANDS = {"sanity": "sanity_check.py", "find-lr": "find_lr.py", "evaluate": "evaluate.py",
-                 "check-cluster": "check_cluster.py"}
+RANK_COMMANDS = {"evaluate", "check-cluster"}  # subcommands that run on one or several ranks
+for_each_extension(lambda extension: RANK_COMMANDS.update(
+    name for name, command in extension.commands.items() if command.runs_on_ranks))
 DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default; without --hostfile this file is used if it exists
 
 
@@ -91,15 +92,14 @@ def add_host_flags(parser: Parser) -> None:
 def find_rank_command(words: Sequence[str]) -> tuple[int, str] | None:
     """Return index and name of the subcommand in `[flags of the launcher] SUBCOMMAND FLAGS`; None if there is none.
 
-    A file of tools/ stands for its subcommand.
+    The file evaluate.py of tools/ stands for its subcommand.
     """
     parser, index = launcher_parser(""), 0
     while index < len(words):
         takes_value = parser.takes_value(words[index])
         if takes_value is None:
-            file = Path(words[index]).name
-            return next(((index, name) for name, tool in RANK_COMMANDS.items() if words[index] == name or file == tool),
-                        None)
+            name = "evaluate" if Path(words[index]).name == "evaluate.py" else words[index]
+            return (index, name) if name in RANK_COMMANDS else None
         index += 2 if takes_value else 1
     return None
 

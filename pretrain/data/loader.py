@@ -206,6 +206,22 @@ def _set_device(device: int | None) -> None:
         torch.cuda.set_device(device)
 
 
+def tokens_of(batch: MicroBatch) -> Tensor:
+    """Return the tokens [B, T] of a micro-batch."""
+    inputs = batch[0]
+    return inputs if torch.is_tensor(inputs) else inputs[0]
+
+
+def wrong_labels(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return where a label is not the next token of its row, and where labels count, both [B, T - 1] of bools.
+
+    The first is false where labels do not count, because they may be padding.
+    """
+    labels_BT, weights_BT = batch[1]
+    counts = weights_BT[:, :-1] > 0
+    return (labels_BT[:, :-1] != tokens_of(batch)[:, 1:]) & counts, counts
+
+
 def evaluation_batches(loader: Loader, eval_steps: int) -> Iterator[list[MicroBatch]]:
     """Yield the first `eval_steps` global batches of the dataset, the same ones at every evaluation."""
     for number in range(eval_steps):

@@ -24,7 +24,7 @@ _REPEATED_FLAGS = """
     gradient_value_clipping adaptive_clipping adaptive_clipping_window noise_scale_interval early_stopping_patience
     early_stopping_min_delta init_method init_std output_init_method mup_base_width embedding_dropout attention_dropout
     residual_dropout log_interval eval_interval eval_steps note deepspeed_log_level
-    sanity_check save_interval exit_step async_save
+    save_interval exit_step async_save
     save_busy save_timeout keep_checkpoints keep_every keep_best override exit_after_minutes spike_policy
     spike_threshold spike_window max_bad_steps rollback_skip_steps max_rollbacks step_timeout first_step_timeout
     replica_check_interval allow_other_data micro_batch_size

@@ -80,7 +80,6 @@ EVENTS = {
     "branch": ("run folder fingerprint", "the run continues from this checkpoint of another run"),
     "override": ("name setting from to", "`--override` changed a setting of the checkpoint"),
     "verify": ("", "something at the start that is worth a warning, such as a damaged checkpoint that was passed over"),
-    "sanity": ("seconds checks", "results of `--sanity_check`"),
     "save": ("path bytes seconds finite", "a checkpoint was committed; `finite` is false if it holds NaN "
                                           "or infinity"),
     "snapshot": ("seconds", "`--async_save` has copied the states to host memory, and training continues"),

@@ -17,6 +17,7 @@ from pretrain.engine.spikes import Spike
 from pretrain.engine.steps import global_grad_norm, loss_scale, skipped_steps
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, begin_skipped_update
 from pretrain.errors import GuardError
+from pretrain.extension import advice_on
 from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
@@ -185,9 +186,9 @@ class Guard:
             self._first_steps = 0
             reason = "the gradient norm is exactly 0, so that nothing is learned"
             self._folder.event("no_gradient", step=step.step, reason=reason, **self._samples(step))
-            self._screen.line(f"warning: step {step.step}: {reason}: because of absurd weights that saturate a layer, "
-                              "a batch without a token to predict, or gradients that are too small for fp16; "
-                              "`ds-pretrain sanity` with the same flags looks for the cause")
+            causes = "; ".join(["absurd weights that saturate a layer, a batch without a token to predict, or "
+                                "gradients that are too small for fp16", *advice_on("no_gradient")])
+            self._screen.line(f"warning: step {step.step}: {reason}: because of {causes}")
 
     def _report_skip(self, step: _Step, reason: str) -> None:
         self._folder.event("skip", step=step.step, reason=reason, **self._samples(step))
@@ -260,8 +261,9 @@ def has_no_update(engine: DeepSpeedEngine, step: int) -> bool:
 def remedy_for(engine: DeepSpeedEngine, step: int) -> str:
     """Return what the user should correct after bad steps up to `step`."""
     if has_no_update(engine, step):
+        advice = "; ".join(advice_on("no_update"))
         return ("correct the initial weights or the data, because there was no update yet, and so the learning rate is "
-                "not the cause (`ds-pretrain sanity` tests them)")
+                "not the cause" + (f" ({advice})" if advice else ""))
     return "correct the cause, for example with a lower learning rate"
 
 

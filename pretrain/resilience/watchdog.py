@@ -63,8 +63,8 @@ class TimeOuts:
         later = dict.fromkeys(PHASES, step)
         if step[0]:
             later |= dict.fromkeys(("load", "save", "rollback", "end"), file if file[0] >= step[0] else step)
-        start = dict.fromkeys(("connect", "checkpoint", "build", "sanity", "data", "step", "eval"), first)
-        later |= {"sanity": first, "build": first}  # the sanity checks build several engines, and make first steps
+        start = dict.fromkeys(("connect", "checkpoint", "build", "trial", "data", "step", "eval"), first)
+        later |= {"trial": first, "build": first}  # a trial may build several engines, and make first steps
         start["load"] = file if first[0] and file[0] > first[0] else first
         return cls(first={**later, **start}, later=later)
 

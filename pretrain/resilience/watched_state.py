@@ -4,7 +4,7 @@ import signal
 import struct
 from typing import NamedTuple
 
-PHASES = ("connect", "checkpoint", "build", "load", "sanity", "data", "step", "rollback", "eval", "save", "end")
+PHASES = ("connect", "checkpoint", "build", "load", "trial", "data", "step", "rollback", "eval", "save", "end")
 FLAGS = ("--step_timeout", "--first_step_timeout", "--save_timeout")
 STATE = struct.Struct("6q")  # the shared memory: the fields of `State`
 NOTE = struct.Struct("960s")  # what the data waits for, as UTF-8; empty: for nothing

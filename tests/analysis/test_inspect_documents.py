@@ -46,9 +46,9 @@ def report_of(data: IndexedDataset, **settings: Any) -> DocumentReport:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Return a function that runs tools/inspect_data.py in this process, and returns its exit code and output."""
+    """Return a function that runs `ds-pretrain inspect` in this process, and returns its exit code and output."""
     def call(*words: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["inspect_data.py", *map(str, words)])
+        monkeypatch.setattr(sys, "argv", ["inspect", *map(str, words)])
         return main_of("inspect")(), "".join(capsys.readouterr())
     return call
 

@@ -1,4 +1,4 @@
-"""Summary of a run folder, and its loss curve (tools/summarize.py --plot)."""
+"""Summary of a run folder, and its loss curve (`ds-pretrain summary --plot`)."""
 
 import json
 import xml.etree.ElementTree as ElementTree

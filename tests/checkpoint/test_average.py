@@ -135,14 +135,14 @@ def test_wrong_checkpoints_are_rejected_in_one_line(run: Path, tmp_path: Path) -
 
 def test_the_tool_verifies_all_files_and_leaves_nothing_of_a_failed_average(run: Path, tmp_path: Path) -> None:
     copy, out = _copy(run, tmp_path), tmp_path / "out"
-    done = run_tool("average_checkpoints.py", str(copy), "--steps=1,2,3", "--ema=0.5", f"--output={out}")
+    done = run_tool("average", str(copy), "--steps=1,2,3", "--ema=0.5", f"--output={out}")
     assert done.returncode == 0, done.stderr
     assert "0.1429 x step 1, 0.2857 x step 2, 0.5714 x step 3" in done.stdout
     file = max((copy / "checkpoints" / "global_step2").glob("*optim_states.pt"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[-200] ^= 1
     file.write_bytes(content)
-    done = run_tool("average_checkpoints.py", str(copy), "--last=3", f"--output={tmp_path / 'other'}")
+    done = run_tool("average", str(copy), "--last=3", f"--output={tmp_path / 'other'}")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "global_step2: the checkpoint is damaged" in done.stderr

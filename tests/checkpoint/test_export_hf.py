@@ -116,7 +116,7 @@ def test_values_that_are_not_finite_are_rejected(value: float, dtype: str, messa
 def test_the_model_card_has_the_facts_of_the_run(corpus: str, tmp_path_factory: pytest.TempPathFactory,
                                                  tmp_path: Path) -> None:
     run = real_run("pipeline2", corpus, tmp_path_factory)
-    done = run_tool("export_hf.py", run, "--output", tmp_path / "out", "--step", "2")
+    done = run_tool("export", run, "--output", tmp_path / "out", "--step", "2")
     assert done.returncode == 0, done.stderr
     manifest = read_manifest(run / "checkpoints/global_step2")
     assert "parameters, bf16, architecture gpt2, from" in done.stdout
@@ -147,7 +147,7 @@ def test_the_model_card_has_the_facts_of_the_run(corpus: str, tmp_path_factory: 
 def test_wrong_input_is_rejected_in_one_line_and_nothing_remains(tmp_path: Path) -> None:
     save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
     checkpoint = imported(tmp_path / "hf", tmp_path / "run")
-    words = ("export_hf.py", tmp_path / "run", "--output", tmp_path / "out")
+    words = ("export", tmp_path / "run", "--output", tmp_path / "out")
     before = sorted(tmp_path.rglob("*"))
 
     def rejected(message: str, *more: str, **fault: Any) -> None:

@@ -139,7 +139,7 @@ def test_values_that_are_not_finite_are_rejected(value: float, tmp_path: Path) -
 
 def test_nothing_half_written_remains(tmp_path: Path) -> None:
     save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
-    words = ("import_hf.py", tmp_path / "hf", "--output", tmp_path / "run")
+    words = ("import", tmp_path / "hf", "--output", tmp_path / "run")
     full = run_tool(*words, largest_file=100_000)
     assert (full.returncode, full.stdout) == (2, "")
     assert full.stderr.splitlines()[-1] == (

@@ -87,7 +87,7 @@ def test_a_changed_token_is_rejected_unless_the_flag_is_given(start: Starter, da
 
 def test_a_changed_token_with_the_old_time_is_rejected_if_its_block_is_read(
         start: Starter, data: Path, saved: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
-    subprocess.run(["python", "tools/data.py", "hash", str(data)], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["python", "-m", "pretrain", "data", "hash", str(data)], cwd=ROOT, check=True, capture_output=True)
     change_token(data, keep_mtime=True)
     monkeypatch.setattr(same_data, "check_blocks",
                         lambda indexed, found, **_: original(indexed, found, seconds=600))

@@ -1,4 +1,4 @@
-"""Run tools/checkpoint.py as a user does, on real checkpoints of two ranks."""
+"""Run `ds-pretrain checkpoint` as a user does, on real checkpoints of two ranks."""
 
 import json
 import os
@@ -18,18 +18,18 @@ from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.checkpoints import copy_checkpoints, real_run
-from tests.support.launch import ROOT, run_ranks
+from tests.support.launch import PROGRAM, run_ranks
 
 
 def tool(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], cwd="/",
+    return subprocess.run([sys.executable, PROGRAM, "checkpoint", *map(str, words)], cwd="/",
                           env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=900)
 
 
 def in_a_fork(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """Run the tool in a fork of a process that has imported torch. `stdout` has both output streams."""
-    (done,) = run_ranks([str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], 1, cwd=folder)
+    (done,) = run_ranks([PROGRAM, "checkpoint", *map(str, words)], 1, cwd=folder)
     return done
 
 
@@ -104,7 +104,7 @@ def test_checkpoints_with_nan_and_a_damaged_latest_are_reported(run: Path) -> No
 
 
 def test_generate_accepts_the_same_folders(run: Path) -> None:
-    """tools/generate.py accepts a run folder or one checkpoint, as tools/checkpoint.py does."""
+    """`generate` accepts a run folder or one checkpoint, as `checkpoint` does."""
     checkpoints = run / "checkpoints"
     (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "/data/tokenizer"}}]))
     for path, step, found in ((run, None, 3), (checkpoints, None, 3), (checkpoints / "global_step2", None, 2),

@@ -25,7 +25,7 @@ from pretrain.distributed.tcp_store import SECRET_VARIABLE
 from pretrain.errors import ConfigError
 from pretrain.monitor.environment import environment_variables
 from tests.support.hf_models import save_hf_model
-from tests.support.launch import ROOT
+from tests.support.launch import PROGRAM, ROOT
 from tests.support.rejection import rejection
 from tests.test_train import _environment, _flags, losses
 
@@ -53,8 +53,8 @@ def test_launcher_and_train_py_have_no_flag_in_common() -> None:
 
 
 @pytest.mark.parametrize("words", [
-    ["--num_gpus", "2", "sanity", "--config", "run.yaml"], ["sanity", "--config", "run.yaml", "--num_gpus", "2"],
-    ["--num_gpus=2", "tools/sanity_check.py", "--config", "run.yaml"],
+    ["--num_gpus", "2", "evaluate", "--config", "run.yaml"], ["evaluate", "--config", "run.yaml", "--num_gpus", "2"],
+    ["--num_gpus=2", "tools/evaluate.py", "--config", "run.yaml"],
 ])
 def test_a_subcommand_on_several_ranks_is_found_in_any_place(words: list[str],
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_a_subcommand_on_several_ranks_is_found_in_any_place(words: list[str],
     monkeypatch.setattr("pretrain.cluster.local_launch.run_launcher", lambda *args: started.append(args[0]) or 0)
     monkeypatch.setattr("sys.argv", ["ds-pretrain", *words])
     assert ds_pretrain() == 0
-    assert started[0][-3:] == ["sanity", "--config", "run.yaml"]
+    assert started[0][-3:] == ["evaluate", "--config", "run.yaml"]
     assert json.loads(base64.urlsafe_b64decode(next(word for word in started[0] if word.startswith("--world_info=")
                                                     ).partition("=")[2]))["localhost"] == [0, 1]
 
@@ -79,9 +79,9 @@ def test_misspelt_names_are_rejected(words: list[str], line: str, monkeypatch: p
         ds_pretrain()
 
 
-def test_every_subcommand_has_a_help_page_and_a_tool_that_is_the_same() -> None:
-    """The files in tools/ are the programs under their earlier names."""
-    tools = {re.search(r'program\("(.*)"\)', path.read_text())[1]: path for path in (ROOT / "tools").glob("*.py")}
+def test_every_subcommand_has_a_help_page_and_a_script_in_tools_shows_the_same_one() -> None:
+    scripts = {path: re.search(r'program\("(.*)"\)', path.read_text()) for path in (ROOT / "tools").glob("*.py")}
+    tools = {found[1]: path for path, found in scripts.items() if found}
     for name in COMMANDS:
         starts = [["-m", "pretrain", name], *([[str(tools[name])]] if name in tools else [])]
         pages = {subprocess.run([sys.executable, *start, "--help"], text=True, capture_output=True, check=True,
@@ -99,8 +99,8 @@ def test_tools_start_on_a_free_port(corpus: str, tmp_path: Path) -> None:
     environ = {**_environment(), "PYTHONPATH": str(ROOT)}
     del environ["MASTER_PORT"]
 
-    def start(tool: str, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pretrain", "--num_gpus", "2", str(ROOT / "tools" / tool)]
+    def start(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pretrain", "--num_gpus", "2"]
         return subprocess.run([*command, *words], env=environ, cwd=tmp_path, capture_output=True, text=True,
                               timeout=900)
 
@@ -108,10 +108,10 @@ def test_tools_start_on_a_free_port(corpus: str, tmp_path: Path) -> None:
         with contextlib.suppress(OSError):
             taken.bind(("", 29500))
             taken.listen()
-        done = start("evaluate.py", "model", "--data", corpus, "--max_samples", "4", "--dtype", "fp32")
+        done = start(str(ROOT / "tools" / "evaluate.py"), "model", "--data", corpus, "--max_samples", "4", "--dtype", "fp32")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cpu, fp32, 2 ranks" in done.stdout
-    rejected = start("sanity_check.py", "--config", "nowhere.yaml")
+    rejected = start("evaluate", "nowhere")
     assert rejected.returncode == 2, rejected.stderr
     assert rejected.stderr.count("ds-pretrain: error: ") == 1
     assert "Traceback" not in rejected.stderr
@@ -122,7 +122,7 @@ def test_ranks_get_a_secret_that_no_command_line_shows(given: str, monkeypatch: 
     monkeypatch.setenv(SECRET_VARIABLE, given)
     started = []
     monkeypatch.setattr("pretrain.cluster.local_launch.run_launcher", lambda *args: started.append(args) or 0)
-    assert main(["--num_gpus", "1", str(ROOT / "tools" / "check_cluster.py")]) == 0
+    assert main(["--num_gpus", "1", PROGRAM, "check-cluster"]) == 0
     (command, environ, _), = started
     secret = environ[SECRET_VARIABLE]
     assert secret == given or re.fullmatch("[0-9a-f]{64}", secret)
@@ -131,7 +131,7 @@ def test_ranks_get_a_secret_that_no_command_line_shows(given: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--check_only", "sanity"], "--check_only: it is for runs, not for sanity"),
+    (["--check_only", "evaluate"], "--check_only: it is for runs, not for evaluate"),
     ([], "the flags of the run are missing"),
     (["--num_gpus", "0"], "--num_gpus: found '0'"),
     (["--num_gpus", "x"], "--num_gpus: found 'x'"),

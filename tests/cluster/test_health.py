@@ -1,4 +1,4 @@
-"""tools/check_cluster.py: the evaluation of measurements, and runs of the tool on hosts with real faults.
+"""`ds-pretrain check-cluster`: the evaluation of measurements, and runs of the tool on hosts with real faults.
 
 The hosts are network namespaces with their own host names, links and mounts. A switch in another namespace connects
 the hosts. The faults are a token bucket filter on a link, a tiny tmpfs, and a blackhole route.
@@ -57,7 +57,7 @@ from pretrain.distributed.tcp_store import (
 )
 from tests.cluster.workers.packages import PATH, need_packages
 from tests.cluster.workers.ssh_hosts import add_host, add_namespace
-from tests.support.launch import LIMIT_S, ROOT, free_port, rank_environment, run_ranks
+from tests.support.launch import LIMIT_S, PROGRAM, ROOT, free_port, rank_environment, run_ranks
 from tests.support.supervised import wait_until
 
 SMALL = ["--product_size", "128", "--memory_mib", "4", "--message_mib", "1", "--disk_mib", "2", "--timeout", "300"]
@@ -187,7 +187,7 @@ class Switch:
         hosts = [{"namespace": f"{self.prefix}h{number}", "name": f"h{number}", "setup": setup, "path": PATH,
                   "environ": {**host, "LOCAL_RANK": str(local)}}
                  for number, setup in enumerate(setups) for local in range(per_host)]
-        command = [str(Path(__file__).parent / "workers" / "as_host.py"), str(ROOT / "tools" / "check_cluster.py"),
+        command = [str(Path(__file__).parent / "workers" / "as_host.py"), PROGRAM, "check-cluster",
                    "--save", str(folder), *flags]
         ranks = 1 if environ else len(hosts)
         logs = folder.parent / f"{folder.name}-logs"
@@ -288,7 +288,7 @@ class Payload:
 def _start_rank(rank: int, port: int, folder: Path) -> "subprocess.Popen[str]":
     """Start one of two ranks of the tool. The attacker acts as the other rank."""
     environ = {**rank_environment(rank, 2, port), "LOCAL_RANK": "0", SECRET_VARIABLE: "a secret of this start"}
-    return subprocess.Popen([sys.executable, str(ROOT / "tools" / "check_cluster.py"), *SMALL, "--save", str(folder)],
+    return subprocess.Popen([sys.executable, PROGRAM, "check-cluster", *SMALL, "--save", str(folder)],
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
 
 
@@ -371,7 +371,7 @@ def test_a_port_in_use_is_rejected_with_a_remedy(tmp_path: Path) -> None:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        command = [sys.executable, str(ROOT / "tools" / "check_cluster.py"), *SMALL, "--save", str(tmp_path)]
+        command = [sys.executable, PROGRAM, "check-cluster", *SMALL, "--save", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120,
                               env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "MASTER_PORT": port})
     assert done.returncode == 2, done.stdout + done.stderr

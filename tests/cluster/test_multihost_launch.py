@@ -181,8 +181,8 @@ def test_subcommands_run_on_the_hosts_of_a_hostfile(hosts: Hosts, corpus: str, t
     with hosts.b.bind(empty, Path(corpus).parent):
         line = _rejection(hosts, [*command, "--config=run.yaml"], tmp_path)
     assert f"{hosts.b.address}: no {corpus}.bin; {hosts.b.address}: no {corpus}.idx" in line
-    line = _rejection(hosts, [*command[:-1], "--check_only", "sanity"], tmp_path)
-    assert "--check_only: it is for runs, not for sanity" in line
+    line = _rejection(hosts, [*command[:-1], "--check_only", "evaluate"], tmp_path)
+    assert "--check_only: it is for runs, not for evaluate" in line
 
 
 def test_an_installed_package_of_another_version_is_rejected(hosts: Hosts, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_slurm_job_names_the_node_and_the_command(tmp_path: Path, capsys: pyte
       "--exclude_stragglers", "--hostfile", "HOSTS", "--save", "x"], "Give it to the supervisor instead"),
     (["--exclude_stragglers", "--hostfile", "HOSTS", "--exclude", "b", "--save", "x"], "cannot be combined with"),
     (["--exclude_stragglers", "--save", "x"], "this flag is for several hosts"),
-    (["--exclude_stragglers", "--hostfile", "HOSTS", "sanity", "--save", "x"], "it is for runs, not for sanity"),
+    (["--exclude_stragglers", "--hostfile", "HOSTS", "evaluate", "x"], "it is for runs, not for evaluate"),
 ])
 def test_commands_that_cannot_leave_out_hosts(tmp_path: Path, words: list[str], problem: str) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\n")

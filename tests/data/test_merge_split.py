@@ -255,7 +255,7 @@ def test_a_merge_that_is_killed_or_stopped_leaves_no_files(tmp_path: Path) -> No
         for _ in range(10):
             writer.add_document(np.zeros(2**20, np.uint16))
         writer.finalize()
-    command = [sys.executable, "tools/data.py", "merge", str(tmp_path / "all")]
+    command = [sys.executable, "-m", "pretrain", "data", "merge", str(tmp_path / "all")]
 
     def stop(number: int) -> tuple[int, list[str]]:
         with subprocess.Popen([*command, *[str(tmp_path / "a")] * 200], stderr=subprocess.PIPE, text=True) as process:

@@ -51,7 +51,7 @@ def test_the_command_its_run_and_all_tools(measured: Measured, corpus: str, tmp_
     """Adopt with the command, continue from run.yaml in the same folder, then read both checkpoints with all tools."""
     original = measured.originals[0]
     (tmp_path / "config.json").write_text(json.dumps(MODELS[original.model]))
-    done = run_tool("import_run.py", measured.folder / "originals" / original.name, "--save", tmp_path / "run",
+    done = run_tool("import", measured.folder / "originals" / original.name, "--save", tmp_path / "run",
                     "--model", tmp_path / "config.json", "--step", str(SAVED))
     assert done.returncode == 0, done.stderr
     for text in ("optimizer states", "exp_avg, exp_avg_sq", "48 samples of a batch of 8", "decay_vectors True",
@@ -82,12 +82,12 @@ def test_the_command_its_run_and_all_tools(measured: Measured, corpus: str, tmp_
     export_hf(plan_export(adopted, tmp_path / "exported"))
     consolidate(plan_export(adopted, tmp_path / "consolidated", with_tokenizer=False))
     for name in ("exported", "consolidated"):  # and back
-        again = run_tool("import_hf.py", tmp_path / name, "--output", tmp_path / f"{name}_again")
+        again = run_tool("import", tmp_path / name, "--output", tmp_path / f"{name}_again")
         assert again.returncode == 0, again.stderr
         found = diff(tmp_path / f"{name}_again/checkpoints/global_step0", adopted)
         assert {difference.name for difference in found} == {"optimizer"}  # imported weights have no states
     convert(adopted, tmp_path / "universal" / f"global_step{SAVED}")
     assert len(list((tmp_path / "universal" / f"global_step{SAVED}" / "zero").glob("*/exp_avg.pt"))) == \
         len(CheckpointReader(adopted).shapes)
-    evaluated = run_tool("evaluate.py", adopted, "--data", corpus, "--max_samples", "4", "--seq_length", "64")
+    evaluated = run_tool("evaluate", adopted, "--data", corpus, "--max_samples", "4", "--seq_length", "64")
     assert evaluated.returncode == 0, evaluated.stderr

@@ -96,10 +96,10 @@ def test_generation_and_evaluation_are_those_of_the_export(run: Path, corpus: st
     texts, losses = [], []
     for source in (run / "run", tmp_path / "exported"):
         words = ("--prompt", "abc", "--max_new_tokens", "8", "--dtype", "fp32", "--temperature", "0")
-        done = run_tool("generate.py", source, *words)
+        done = run_tool("generate", source, *words)
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout)
-        done = run_tool("evaluate.py", source, "--data", corpus, "--max_samples", "4", "--seq_length", str(SEQ_LENGTH),
+        done = run_tool("evaluate", source, "--data", corpus, "--max_samples", "4", "--seq_length", str(SEQ_LENGTH),
                         "--dtype", "fp32", "--json", tmp_path / "scores.json")
         assert done.returncode == 0, done.stderr
         losses.append(json.loads((tmp_path / "scores.json").read_text())["data"][0]["loss"])

@@ -1,4 +1,4 @@
-"""tools/inspect_data.py shows exactly the tensors that real ranks trained on."""
+"""`ds-pretrain inspect` shows exactly the tensors that real ranks trained on."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from pretrain.analysis.inspect_step import StepTensors, check_labels, read_step,
 from pretrain.analysis.recorded_data import find_step, open_data_of_step
 from pretrain.errors import ConfigError
 from tests.support.cases import config, flags
-from tests.support.launch import ROOT, WORKERS, run_ranks
+from tests.support.launch import PROGRAM, WORKERS, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_the_tensors_are_those_of_the_ranks(folder: Path, step: int, micro: int)
 
 
 def test_the_tool_shows_every_position(folder: Path) -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "inspect_data.py"), "step", str(folder / "run"), "2",
+    done = subprocess.run([sys.executable, PROGRAM, "inspect", "step", str(folder / "run"), "2",
                            "--samples", "1", "--tokens", "16"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

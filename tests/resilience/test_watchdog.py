@@ -272,7 +272,7 @@ def test_time_outs_of_the_phases(corpus: str) -> None:
     assert default.first["step"] == default.first["eval"] == (1800, "--first_step_timeout")
     assert default.later["step"] == default.later["data"] == default.later["eval"] == (600, "--step_timeout")
     assert default.later["save"] == (1800, "--save_timeout")
-    assert default.later["build"] == default.later["sanity"] == default.first["build"]  # --sanity_check builds several
+    assert default.later["build"] == default.later["trial"] == default.first["build"]  # a trial builds several
     assert limits("--step_timeout", "5").shortest_s == 5
     assert limits("--save_timeout", "9000").longest_s == 9000
     off = limits("--step_timeout", "0", "--first_step_timeout", "0")

@@ -11,8 +11,9 @@ from typing import Any
 
 from pretrain.distributed.process import ROOT, free_port
 
+PROGRAM = str(ROOT / "pretrain" / "__main__.py")  # `python PROGRAM SUBCOMMAND` works in any folder
 WORKERS = ROOT / "tests" / "distributed" / "workers"
-__all__ = ["ROOT", "WORKERS", "free_port"]
+__all__ = ["PROGRAM", "ROOT", "WORKERS", "free_port"]
 LIMIT_S = 900.0  # a test that hangs fails after this time
 LIMIT_OF_CASE_S = 60.0  # a launch of many cases has this time for each, because other programs may use the processors
 

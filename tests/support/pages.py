@@ -15,7 +15,6 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
     "tools/performance.md", "tools/measurements.md", "tools/metrics.md", "tools/report.md",
-    "tools/sanity_check.md",
     "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",

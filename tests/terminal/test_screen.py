@@ -145,19 +145,6 @@ def test_rows_fit_the_terminal() -> None:
     assert line(20).startswith("step  120000/500000  loss 2.3457")
 
 
-def test_sanity_checks_are_broken_between_words() -> None:
-    """A terminal of 80 columns breaks no number of the table."""
-    program = ("from pretrain.analysis.sanity.result import Result, print_table;"
-               "print_table([Result('gradient scale', True, ' '.join(['0.995'] * n), '0.75 to 1.33', '') "
-               "for n in range(1, 20)])")
-    code, written = in_terminal([sys.executable, "-c", program])
-    assert code == 0
-    lines = written.replace("\r", "").splitlines()
-    assert max(map(len, lines)) <= 80
-    assert {word for line in lines for word in line.split() if word.startswith(("0", "1"))} == {
-        "0.995", "0.75", "1.33", "19"}
-
-
 @pytest.mark.parametrize(("program", "indent"), [
     ("check --deepspeed_config zero2_bf16 --model tiny --train_data {corpus} --train_steps 9 --seq_length 64 "
      "--save run", 11),

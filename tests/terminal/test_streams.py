@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import ROOT
+from tests.support.launch import PROGRAM
 from tests.terminal.test_screen import environment, in_terminal
 from tests.test_train import _flags, start_one_rank
 
@@ -97,19 +97,19 @@ def foreign(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", [
-    "report.py --compare {run} {named}", "report.py --command {run}", "report.py {run} --output {folder}/page.html",
-    "summarize.py {named}", "checkpoint.py list {run}", "checkpoint.py list {named}", "checkpoint.py verify {run}",
-    "export_hf.py {named} --output {folder}/out", "check_config.py --deepspeed_config {folder}/config.json",
-    "inspect_data.py {folder}/text --tokenizer bytes", "summarize.py {folder}/none{hostile}"])
+    "report --compare {run} {named}", "report --command {run}", "report {run} --output {folder}/page.html",
+    "summary {named}", "checkpoint list {run}", "checkpoint list {named}", "checkpoint verify {run}",
+    "export {named} --output {folder}/out", "check --deepspeed_config {folder}/config.json",
+    "inspect {folder}/text --tokenizer bytes", "summary {folder}/none{hostile}"])
 def test_text_of_foreign_files_sends_nothing_to_the_terminal(command: str, foreign: Path) -> None:
     names = {"run": str(foreign / "run"), "named": f"{foreign}/run{HOSTILE}", "folder": str(foreign),
              "hostile": HOSTILE}
-    tool, *words = (word.format(**names) for word in command.split())
-    if tool == "inspect_data.py":
-        prepare = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), f"{foreign}/text.jsonl", "--tokenizer",
+    subcommand, *words = (word.format(**names) for word in command.split())
+    if subcommand == "inspect":
+        prepare = [sys.executable, PROGRAM, "prepare", f"{foreign}/text.jsonl", "--tokenizer",
                    "bytes", "--out", f"{foreign}/text"]
         assert subprocess.run(prepare, capture_output=True).returncode == 0
-    program = [sys.executable, str(ROOT / "tools" / tool), *words]
+    program = [sys.executable, PROGRAM, subcommand, *words]
     done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
     piped = done.stdout.decode()
     _, watched = in_terminal(program)
@@ -119,5 +119,5 @@ def test_text_of_foreign_files_sends_nothing_to_the_terminal(command: str, forei
         assert not ACTING.search(output), output
     if "--compare" in words:
         assert r"<\x1b]0;title\x07\x1b[2J\x9b31m" in piped
-    if "--output" in words and tool == "report.py":
+    if "--output" in words and subcommand == "report":
         assert not ACTING.search((foreign / "page.html").read_text())

@@ -69,8 +69,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     TRAIN: [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "models": ["--prove", "llama"],
-    "sanity": [word for name, value in RUN.items() for word in (f"--{name}", value)],
-    "find-lr": [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check-cluster": [],
     "doctor": [],
     "extensions": [],
@@ -113,12 +111,15 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
 
 
 def of_extensions() -> list[ModuleType]:
-    """Return the modules wrong_inputs.py of the extensions' tests, with TOOLS, LEGAL, WRONG or write_files."""
+    """Return the modules wrong_inputs.py of the extensions' tests, with TOOLS, LEGAL, WRONG, OUTPUT_FILES, LINES or
+    write_files.
+    """
     return list(modules_of_extensions("wrong_inputs"))
 
 
 for _module in of_extensions():
-    TOOLS |= getattr(_module, "TOOLS", {})
+    # None: the flags of a run are a valid command line
+    TOOLS |= {name: words or TOOLS[TRAIN] for name, words in getattr(_module, "TOOLS", {}).items()}
 
 
 def case_of(name: str, program: str, line: str, culprit: str, files: dict[str, bytes] | None = None) -> Case:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from shlex import quote
 
 from pretrain.extension import run_files
-from tests.wrong_inputs.case import DEEP, LONG, TRAIN, Case, case_of
+from tests.wrong_inputs.case import DEEP, LONG, TRAIN, Case, case_of, of_extensions
 from tests.wrong_inputs.world import HF_MODEL, safetensors_of
 
 EVALUATE, GENERATE = "evaluate", "generate"
@@ -73,9 +73,7 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
       for flag in ("--json", "--csv", "--write")),
     (("compare",), "RIGHT --plot PATH.html", _NO_FILE, "--plot"),
     (("compare",), "RIGHT --plot PATH", {"folder": "{world}/nvme"}, "--plot"),
-    (("sanity", "find-lr", EVALUATE), "RIGHT --json PATH",
-     {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
-    (("find-lr",), "RIGHT --plot PATH", {**_NO_FILE, "folder": "{world}/nvme", "png": "x.png"}, "--plot"),
+    ((EVALUATE,), "RIGHT --json PATH", {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
     (("new",), "PATH.yaml REST", _NO_FILE, _NAME),
     *((("new",), f"RIGHT --{flag} PATH", _UNREADABLE, flag) for flag in ("model", "tokenizer")),
     (("new",), "RIGHT --data PATH", _UNREADABLE, _NAME),
@@ -88,6 +86,8 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("supervise",), "--save PATH -- true", _UNWRITABLE, "--save"),
     (("check-cluster",), "--save PATH", _UNWRITABLE, "--save"),
     (("doctor",), "--hostfile PATH", _UNREADABLE, "--hostfile"),
+    *((programs, words, {**_NO_FILE, **paths}, culprit) for module in of_extensions()
+      for programs, words, paths, culprit in getattr(module, "OUTPUT_FILES", ())),
 ]
 
 _SAFETENSORS, _MANIFEST = "hf/model.safetensors", "done/checkpoints/global_step5/manifest.json"
@@ -111,7 +111,6 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
     (TRAIN, "--model {world}/done --save {world}/run --deepspeed_config {world}/ds.json --train_steps 5",
      "done: this is a run folder", {}),
     ("supervise", "ds-pretrain --save {world}/run", "`--`", {}),
-    ("find-lr", "RIGHT --from 0.1 --to 0.01", "--to", {}),
     *(("data verify", "{world}/corpus", "corpus.sha256.json", {"corpus.sha256.json": content})
       for content in (b"{", b"[]", b"\xff", b"[" * DEEP)),
     *(("data split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})
@@ -185,6 +184,7 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
       for flag in ("--stride 1", "--max_samples 1", "--eod_mask_loss", "--document_attention")),
     *((EVALUATE, f"{_TASKS} own --export {path}", path.rsplit("/", 1)[1], _OWN_TASK)
       for path in ("{world}/file/x", "{world}/done", "/proc/x")),
+    *((*line, {}) for module in of_extensions() for line in getattr(module, "LINES", ())),
 ]
 
 # Runs with --init_from: more flags, text of the error, files

@@ -46,7 +46,6 @@ RECIPE = Group("optimizer, loss and gradients")
 INITIAL = Group("initial weights and dropout", "Settings of the training only: an exported config.json does not "
                                                "change.")
 LOGGING = Group("evaluation and logging")
-MEASUREMENTS = Group("checks, measurements and profiles")
 CHECKPOINTS = Group("checkpoints")
 CHANGES = Group("changes of a run")
 FAILURES = Group("when something goes wrong")
@@ -259,10 +258,6 @@ class RunArguments:
     deepspeed_log_level: str = LOGGING.flag(
         "error", "DeepSpeed's own messages: debug, info, warning or error",
         choices=("debug", "info", "warning", "error"), metavar="LEVEL")
-
-    sanity_check: bool = MEASUREMENTS.flag(
-        False, "before step 1: run the checks of `ds-pretrain sanity`, and reject the run if one fails; a run that "
-        "resumes is not checked again")
 
     save_interval: int = CHECKPOINTS.flag(1000, "steps between two checkpoints; 0: only at the end", low=0)
     resume: str = CHECKPOINTS.flag(

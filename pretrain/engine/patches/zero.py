@@ -20,7 +20,7 @@ def forget_group_of_earlier_engine() -> None:
 
     DeepSpeed 0.19.8 keeps it (utils/groups.py): the next engine with the key fails at an assertion
     (_create_zero_param_parallel_group), and one without the key would use the group (runtime/engine.py,
-    _configure_zero_optimizer). The sanity checks at the start of a run build engines before the one of the run.
+    _configure_zero_optimizer). Callbacks may build engines before the one of the run.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 

@@ -1,7 +1,7 @@
 """Report that the loss leaves the expected curve of --expected_curve, or returns to it, with likely causes.
 
-The causes are in the order of the sanity checks. Each is named with what the run's own rows, events and settings show
-about it. What they do not show, the checks of `ds-pretrain sanity` test in the same order.
+The causes are in the order in which a cause leads to the next ones. Each is named with what the run's own rows, events
+and settings show about it.
 """
 
 import math
@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from pretrain.callback import Callback, Run
+from pretrain.extension import advice_on
 from pretrain.extensions.ladder.band import ABOVE, BELOW
 from pretrain.extensions.ladder.curve_watch import Change, CurveWatch
 from pretrain.extensions.ladder.expected_curve import OFF_CURVE, ON_CURVE, Target
 from pretrain.monitor.curve import Curve, CurveLog, Facts, hints_of_extensions
 from pretrain.monitor.read_run_folder import read_events
 
-_HIGHEST_INITIAL = 1.5  # times ln(V), as in the sanity check of the initial loss
+_HIGHEST_INITIAL = 1.5  # times ln(V)
 _NEAR = 0.97  # of the unigram entropy, as in the hint "no_learning"
 _SKIPPED = 0.02  # of the steps
 _CLIPPED = 0.9  # of the steps
@@ -45,8 +46,7 @@ class Evidence:
 def likely_causes(evidence: Evidence) -> list[str]:
     """Return the causes for which there is evidence, each as `name: evidence`; or, without any, what to do."""
     found = [f"{name}: {text}" for name, find in CAUSES for text in find(evidence)]
-    return found or ["nothing in the metrics explains it: `ds-pretrain sanity` tests data, labels, masks, gradients "
-                     "and the size of an update, in this order"]
+    return found or [": ".join(["nothing in the metrics explains it", *advice_on("off_curve")])]
 
 
 def _data(evidence: Evidence) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _learning_rate(evidence: Evidence) -> Iterator[str]:
 CAUSES: tuple[tuple[str, Callable[[Evidence], Iterator[str]]], ...] = (
     ("data", _data), ("labels", _labels), ("initial loss", _initial_loss), ("causal mask", _mask),
     ("gradients", _gradients), ("learning rate", _learning_rate))
-"""names as in the sanity checks, in their order"""
+"""names, in their order"""
 
 
 class ReportCurve(Callback):

@@ -29,7 +29,7 @@ from pretrain.monitor.repeatable import OWN_CODE, hosts_of, repeated_config, rep
 _CHANGED: dict[str, Any] = {
     "eval_interval": 0, "save_interval": 0, "log_interval": 1, "spike_policy": "warn", "max_bad_steps": 10**9,
     "replica_check_interval": 0, "early_stopping_patience": 0, "flight_interval": 1, "flight_steps": 10**6}
-_REMOVED = ("trackio", "note", "sanity_check", "async_save", "save_busy",
+_REMOVED = ("trackio", "note", "async_save", "save_busy",
             "keep_checkpoints", "keep_every", "keep_best", "exit_step", "exit_after_minutes",
             "early_stopping_min_delta", "recompute_interval")
 _OF_LAYOUT = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "precision", "nvme_path")

@@ -18,16 +18,15 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 
-from pretrain.analysis.sanity.batches import tokens_of
-from pretrain.analysis.sanity.checked_engine import norm_of_all_parts, train_without_overflow
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.plan import Plan
-from pretrain.data.loader import MicroBatch
+from pretrain.data.loader import MicroBatch, tokens_of
 from pretrain.data.samples.read_order import ReadOrder
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.attachments import attachments
 from pretrain.engine.layer_hooks import layer_of
+from pretrain.engine.single_steps import norm_of_all_parts, train_without_overflow
 from pretrain.engine.steps import (
     data_parallel_rank,
     data_parallel_size,

@@ -15,7 +15,7 @@ from pretrain.analysis.report.page import page_html, write_page
 from pretrain.analysis.report.page_data import page_data
 from pretrain.analysis.report.run_table import RunTable
 from tests.support.browser import Browser, Page
-from tests.support.launch import ROOT
+from tests.support.launch import PROGRAM, ROOT
 
 START = 1_795_000_000.0  # seconds
 DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"  # the page has been drawn
@@ -83,8 +83,8 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def watching(*runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start tools/report.py --watch, and give its process and its address."""
-    process = subprocess.Popen([sys.executable, str(ROOT / "tools/report.py"), *map(str, runs), "--watch"], text=True,
+    """Start `ds-pretrain report --watch`, and give its process and its address."""
+    process = subprocess.Popen([sys.executable, PROGRAM, "report", *map(str, runs), "--watch"], text=True,
                                env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)
     try:

@@ -1,4 +1,4 @@
-"""tools/report.py: comparisons, the script that repeats a run, the server of --watch, and its errors."""
+"""`ds-pretrain report`: comparisons, the script that repeats a run, the server of --watch, and its errors."""
 
 import http.client
 import json
@@ -16,11 +16,11 @@ from pretrain.analysis.report.page import json_for_html, page_html
 from pretrain.analysis.report.page_data import page_data
 from pretrain.analysis.report.run_table import RunTable
 from tests.analysis.report.runs import append_rows, record, rows_of, watching, write_run
-from tests.support.launch import ROOT
+from tests.support.launch import PROGRAM
 
 
 def report(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/report.py"), *map(str, words)]
+    command = [sys.executable, PROGRAM, "report", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

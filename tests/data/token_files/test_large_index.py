@@ -105,7 +105,7 @@ _AT = {"length": (34, 4, "i"), "pointer": (34 + 4 * _ENTRIES, 8, "q"), "document
     ("document", 5, "a document index that falls between its entries")])
 def test_damage_is_found_by_a_start_at_both_ends_and_anywhere_by_a_full_check(
         large: Path, array: str, value: int, message: str) -> None:
-    """A start reads 128 runs of 512 entries. Damage between them is found by `tools/data.py verify` only."""
+    """A start reads 128 runs of 512 entries. Damage between them is found by `ds-pretrain data verify` only."""
     start, width, letter = _AT[array]
     for entry in (100, _ENTRIES - 100, _DAMAGED_ENTRY):
         before = Path(f"{large}.idx").read_bytes()

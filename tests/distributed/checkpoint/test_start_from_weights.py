@@ -32,7 +32,7 @@ def folder(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("start")
     model = write_model("llama", base / "model")
     write_cache(base, "org/llama", model)
-    done = run_tool("import_hf.py", model, "--output", base / "imported")
+    done = run_tool("import", model, "--output", base / "imported")
     assert done.returncode == 0, done.stderr
     return base
 

@@ -327,7 +327,7 @@ def evidence(run: Simulated, columns: dict[str, Any], *, facts: Facts, events: A
                     run.target, events)
 
 
-def test_causes_are_named_in_the_order_of_the_sanity_checks() -> None:
+def test_causes_are_named_in_their_order() -> None:
     run = Simulated(0, deviation=0.0)
     _shuffled_labels(run, 0)
     facts = Facts(vocab_size=258, unigram_entropy=run.entropy, peak_lr=1e-2, is_new=True, has_adam=True)
@@ -360,5 +360,5 @@ def test_causes_of_a_low_loss_of_a_jump_and_of_nothing() -> None:
         run = Simulated(seed, deviation=0.0)
         _other_data(run, run.count // 2)
         found = likely_causes(evidence(run, {}, facts=Facts()))
-        assert found[0].startswith("nothing in the metrics explains it: `ds-pretrain sanity`" if seed == 4 else
+        assert found[0].startswith("nothing in the metrics explains it" if seed == 4 else
                                    "data: the loss jumped by +0.")

@@ -63,7 +63,7 @@ from tests.extensions.replay.planted_documents import (
 )
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.cases import case, flags
-from tests.support.launch import ROOT, run_worker
+from tests.support.launch import PROGRAM, run_worker
 
 _LIMIT_S = 4 * 3600.0
 _AFTER = 3  # steps that each case trains after the checkpoint
@@ -179,7 +179,7 @@ def answer_of(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
 def answer_of_command(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
     """Question a case with `ds-pretrain replay`, which trains the replays itself. Returns the same as `answer_of`."""
     output = folder / f"command-{planted.name}"
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "replay.py"), "--output", str(output),
+    done = subprocess.run([sys.executable, PROGRAM, "replay", "--output", str(output),
                            f"{folder}/run-{_run_of(planted)}@{_asked(planted, trained)}"], capture_output=True,
                           text=True, check=False)
     (folder / f"command-{planted.name}.txt").write_text(done.stdout + done.stderr)

@@ -27,7 +27,7 @@ from tests.data.counting import write_counting
 from tests.data.prepare.helpers import jsonl
 from tests.extensions.replay.planted_documents import KINDS, LAYOUTS, STEPS, VOCAB, made_text, run_planted
 from tests.support.cases import DROPOUT
-from tests.support.launch import ROOT
+from tests.support.launch import PROGRAM, ROOT
 
 SEQ_LENGTH = 12
 _TIMES = ("time", "ms")
@@ -195,7 +195,7 @@ def test_the_command_proposes_a_branch_that_works(tmp_path: Path) -> None:
     """A run that trains on a planted document: `ds-pretrain replay` names it, and the proposed branch leaves it out."""
     rows = run_planted(tmp_path, made_text(), ["zero1_dp2"], ["binary"])
     run = Path(rows[0]["run"])  # a branch of the checkpoint before the step
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "replay.py"), f"{run}@{STEPS + 1}"],
+    done = subprocess.run([sys.executable, PROGRAM, "replay", f"{run}@{STEPS + 1}"],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"document {rows[0]['document']} of {rows[0]['prefix']}" in " ".join(done.stdout.split())

@@ -1,4 +1,4 @@
-// The report: its state, the controls, the tables, and the updates of a page that tools/report.py --watch serves.
+// The report: its state, the controls, the tables, and the updates of a page that `ds-pretrain report --watch` serves.
 
 const HIDDEN_KINDS = new Set(["start", "verify", "snapshot", "hashed", "data_hashed", "init", "prune"]);
 const OVERVIEW = [  // [label, text of the value, small text below it]
@@ -236,7 +236,7 @@ class Report {
         }
         Object.assign(live, {className: "", textContent: `live, updated ${new Date().toLocaleTimeString("en-GB")}`});
       } catch (error) {
-        Object.assign(live, {className: "lost", textContent: `no answer from tools/report.py (${error.message}); trying again`});
+        Object.assign(live, {className: "lost", textContent: `no answer from ds-pretrain report (${error.message}); trying again`});
       }
     }
   }

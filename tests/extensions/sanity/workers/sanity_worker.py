@@ -1,4 +1,4 @@
-"""One rank of tests/distributed/test_sanity.py: check a healthy run, or one with a planted bug.
+"""One rank of tests/extensions/sanity/test_sanity.py: check a healthy run, or one with a planted bug.
 
 The cases have the format of `worker.py`. A case also has "plant", a function of this file that patches the code, and
 "steps", the most steps in which one batch must be learned.
@@ -19,12 +19,12 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
-from pretrain.analysis.sanity import checked_engine
-from pretrain.analysis.sanity.result import table_lines
-from pretrain.analysis.sanity.run_checks import run_checks
 from pretrain.data.loader import Loader
 from pretrain.engine import build
 from pretrain.engine.steps import loss_scale
+from pretrain.extensions.sanity import checked_engine
+from pretrain.extensions.sanity.result import table_lines
+from pretrain.extensions.sanity.run_checks import run_checks
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.vocabulary import PositionEmbedding, TokenEmbedding, TrainingLoss
 from tests.distributed.workers.worker import Case, plan_of

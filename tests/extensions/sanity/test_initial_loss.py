@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from pretrain.analysis.sanity.forward_checks import loss_bounds
 from pretrain.config.flags.arguments import RunArguments
+from pretrain.extensions.sanity.forward_checks import loss_bounds
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module

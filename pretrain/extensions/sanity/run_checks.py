@@ -10,15 +10,15 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
-from pretrain.analysis.sanity import forward_checks, training_checks
-from pretrain.analysis.sanity.batches import SmallBatch, small_batch
-from pretrain.analysis.sanity.checked_engine import CheckedEngine, plan_of_checks, remove_trial_files, trial_plan
-from pretrain.analysis.sanity.result import Result, as_json, failed_checks, not_made, print_table
+from pretrain.callback import Callback, Trial
 from pretrain.config.plan import Plan
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.steps import data_parallel_rank, data_parallel_size
 from pretrain.errors import ConfigError
-from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.extensions.sanity import forward_checks, training_checks
+from pretrain.extensions.sanity.batches import SmallBatch, small_batch
+from pretrain.extensions.sanity.checked_engine import CheckedEngine, plan_of_checks, remove_trial_files, trial_plan
+from pretrain.extensions.sanity.result import Result, as_json, failed_checks, not_made, print_table
 from pretrain.terminal import clear_status
 
 DEFAULT_STEPS = 1000  # at most, to learn one batch; 30 to 100 are usual
@@ -119,21 +119,21 @@ def _discard(checked: CheckedEngine) -> None:
     get_accelerator().empty_cache()
 
 
-def check_before_start(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], folder: RunFolder, report: Report, *,
-                       active: bool) -> None:
-    """Run all checks, print the table if `active`, and append the event "sanity"; collective.
+class SanityCheck(Callback):
+    """Runs all checks before a run, which is rejected if one of them fails."""
 
-    Raises ConfigError on all ranks if a check failed.
-    """
-    began = time.perf_counter()
-    results = run_checks(trial_plan(plan), build, report=report)
-    dist.barrier()
-    remove_trial_files(plan)
-    clear_status()
-    failed = failed_checks(results)
-    print_table(results, active=active)
-    folder.event("sanity", step=0, reason=f"failed: {', '.join(failed)}" if failed else "all checks passed",
-                 seconds=round(time.perf_counter() - began, 1), checks=as_json(results))
-    if failed:
-        raise ConfigError("--sanity_check", problem=f"{len(failed)} checks failed ({', '.join(failed)})",
-                          remedy="the table above says what to do; without the flag, the run would start")
+    def before_engine(self, trial: Trial) -> None:
+        """Print the table, and append the event "sanity"; collective. Raises ConfigError if a check failed."""
+        began = time.perf_counter()
+        results = run_checks(trial_plan(trial.plan), trial.build,
+                             report=lambda activity: trial.report(f"sanity check: {activity}"))
+        dist.barrier()
+        remove_trial_files(trial.plan)
+        clear_status()
+        failed = failed_checks(results)
+        print_table(results, active=trial.folder.is_active)
+        trial.folder.event("sanity", step=0, reason=f"failed: {', '.join(failed)}" if failed else "all checks passed",
+                           seconds=round(time.perf_counter() - began, 1), checks=as_json(results))
+        if failed:
+            raise ConfigError("--sanity_check", problem=f"{len(failed)} checks failed ({', '.join(failed)})",
+                              remedy="the table above says what to do; without the flag, the run would start")

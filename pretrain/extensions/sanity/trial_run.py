@@ -12,8 +12,6 @@ from dataclasses import replace
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from pretrain.analysis.lr_range import Point, Smoother, has_diverged, rate_at
-from pretrain.analysis.sanity.checked_engine import remove_trial_files, train_without_overflow, trial_plan
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_data, verify_weights
 from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.checkpoint.load.load_checkpoint import load_weights
@@ -23,8 +21,11 @@ from pretrain.config.plan import Plan
 from pretrain.distributed.process_group import init_process_group, leave_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import build_engine, deepspeed_output
+from pretrain.engine.single_steps import train_without_overflow
 from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
+from pretrain.extensions.sanity.checked_engine import remove_trial_files, trial_plan
+from pretrain.extensions.sanity.lr_range import Point, Smoother, has_diverged, rate_at
 
 
 @contextmanager

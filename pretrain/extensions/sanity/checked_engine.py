@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine, zero
 from deepspeed import comm as dist
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import safe_get_full_grad
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.config.plan import Plan
@@ -22,13 +20,12 @@ from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.build import remove_swap_files
 from pretrain.engine.checksums import checksum
-from pretrain.engine.optimizer import set_learning_rate
 from pretrain.engine.patches.pipeline import is_counted
-from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, open_loader, tensor_parallel_size, train_batch
-from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, guard_updates, skipped_update
+from pretrain.engine.single_steps import norm_of_all_parts, train_without_overflow
+from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, open_loader, train_batch
+from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 
-_MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
 _OWN_OUTPUT = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "wall_clock_breakdown")
 
 
@@ -60,21 +57,6 @@ def plan_of_checks(plan: Plan) -> Plan:
                    adaptive_clipping=0.0, noise_scale_interval=0)
     model = replace(plan.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
     return replace(plan, model=model, args=args)
-
-
-def train_without_overflow(engine: DeepSpeedEngine, batches: list[MicroBatch],
-                           lr: float | None = None) -> tuple[float, SkippedUpdate | None]:
-    """Repeat a training step until fp16 does not overflow: each overflow halves the loss scale.
-
-    `lr`: the learning rate; None: the engine's. Returns the loss, and why the update was skipped.
-    """
-    for _ in range(_MOST_OVERFLOWS):
-        if lr is not None:
-            set_learning_rate(engine, lr)
-        loss, skipped = float(train_batch(engine, batches)), skipped_update(engine)
-        if skipped is None or skipped.reason != FP16_OVERFLOW or skipped.is_bad:
-            break
-    return loss, skipped
 
 
 @dataclass(frozen=True)
@@ -210,11 +192,3 @@ def _whole(parameter: torch.nn.Parameter) -> Any:
     if hasattr(parameter, "ds_id"):
         return zero.GatheredParameters([parameter], modifier_rank=0)
     return contextlib.nullcontext()
-
-
-def norm_of_all_parts(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> float:
-    """Return the norm of the complete gradient, of which each tensor-parallel rank may hold a part; collective."""
-    square = gradient.detach().float().square().sum()
-    if is_model_parallel_parameter(parameter) and tensor_parallel_size(engine) > 1:
-        dist.all_reduce(square, group=bwc_tensor_model_parallel_group(engine.mpu))
-    return math.sqrt(square)

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretrain.analysis.sanity.batches import half_labels, only_at, tokens_of, with_labels, with_tokens, wrong_labels
-from pretrain.analysis.sanity.checked_engine import CheckedEngine
-from pretrain.analysis.sanity.result import Result, not_made
 from pretrain.config.model_of_run import initialization_of
 from pretrain.config.plan import Plan
-from pretrain.data.loader import MicroBatch
+from pretrain.data.loader import MicroBatch, tokens_of, wrong_labels
 from pretrain.data.samples.dataset import PADDING
 from pretrain.data.source_facts import source_facts
 from pretrain.distributed.collectives import gather
 from pretrain.engine.steps import eval_batch, train_batch
+from pretrain.extensions.sanity.batches import half_labels, only_at, with_labels, with_tokens
+from pretrain.extensions.sanity.checked_engine import CheckedEngine
+from pretrain.extensions.sanity.result import Result, not_made
 from pretrain.model.general.modules import Embedding, GeneralLayer
 from pretrain.model.init_methods import initial_std
 from pretrain.model.layers.block import Block

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.analysis.lr_range import (
+from pretrain.extensions.sanity.lr_range import (
     DIVERGED,
     SMOOTHING,
     Point,

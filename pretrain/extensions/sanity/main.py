@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 
-from pretrain.analysis.lr_range import check_plot_target, evaluate_range, plot_range, range_lines, write_range_json
+from pretrain.analysis.svg import check_plot_target
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, number, path, whole_number
 from pretrain.config.flags.parse import parse_arguments, parse_before_run
@@ -20,6 +20,7 @@ from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
+from pretrain.extensions.sanity.lr_range import evaluate_range, plot_range, range_lines, write_range_json
 from pretrain.paths import check_file
 from pretrain.terminal import clear_status, status
 
@@ -37,9 +38,9 @@ def _sanity_run(words: list[str], world: World) -> int:
     start = check_start(parse_arguments(rest), world_size=world.size, device=device)
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
-    from pretrain.analysis.sanity.result import as_json, failed_checks, print_table
-    from pretrain.analysis.sanity.run_checks import run_checks
-    from pretrain.analysis.trial_run import trial_run
+    from pretrain.extensions.sanity.result import as_json, failed_checks, print_table
+    from pretrain.extensions.sanity.run_checks import run_checks
+    from pretrain.extensions.sanity.trial_run import trial_run
 
     with trial_run(start, world, f"ds-pretrain sanity --overfit_steps {known.overfit_steps}") as (plan, build):
         results = run_checks(plan, build, steps=known.overfit_steps,
@@ -88,8 +89,8 @@ def _find_lr_run(words: list[str], world: World) -> int:
     start = check_start(parse_arguments(rest), world_size=world.size, device=device)
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
-    from pretrain.analysis.trial_run import sweep, trial_run
     from pretrain.engine.build import deepspeed_output
+    from pretrain.extensions.sanity.trial_run import sweep, trial_run
 
     program = f"ds-pretrain find-lr --from {own.low:g} --to {own.high:g} --steps {own.steps}"
     with trial_run(start, world, program) as (plan, build), deepspeed_output(start.plan.args.deepspeed_log_level):

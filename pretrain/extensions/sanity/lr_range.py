@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pretrain.analysis.svg import save_svg
-from pretrain.errors import ConfigError
 
 SMOOTHING = 0.8  # weight of the earlier losses in the moving average
 DIVERGED = 1.2  # the run has diverged if its loss is this multiple of the lowest smoothed one
@@ -123,16 +122,6 @@ def write_range_json(target: Path, test: RangeTest) -> None:
     for point in values["points"]:
         point |= {key: value if math.isfinite(value) else None for key, value in point.items()}
     target.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def check_plot_target(target: Path) -> None:
-    """Raise ConfigError if the plot cannot be drawn: matplotlib is missing, or the name does not end with .svg."""
-    from importlib.util import find_spec
-
-    if target.suffix.lower() != ".svg":
-        raise ConfigError("--plot", found=str(target), expected="a file name that ends with .svg")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot", problem="matplotlib is not installed", remedy="pip install 'ds-pretrain[plot]'")
 
 
 def plot_range(target: Path, test: RangeTest) -> None:

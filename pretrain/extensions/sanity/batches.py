@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pretrain.data.loader import MicroBatch
+from pretrain.data.loader import MicroBatch, tokens_of
 from pretrain.distributed.collectives import gather
 
 _LENGTH = 32  # tokens of a row of a small batch
@@ -71,22 +71,6 @@ class SmallBatch:
 def _without_first_repeats(tokens: list[int]) -> list[int]:
     repeats = next((index for index, token in enumerate(tokens) if token != tokens[0]), len(tokens))
     return tokens[repeats - 1:]
-
-
-def tokens_of(batch: MicroBatch) -> Tensor:
-    """Return the tokens [B, T] of a micro-batch."""
-    inputs = batch[0]
-    return inputs if torch.is_tensor(inputs) else inputs[0]
-
-
-def wrong_labels(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return where a label is not the next token of its row, and where labels count, both [B, T - 1] of bools.
-
-    The first is false where labels do not count, because they may be padding.
-    """
-    labels_BT, weights_BT = batch[1]
-    counts = weights_BT[:, :-1] > 0
-    return (labels_BT[:, :-1] != tokens_of(batch)[:, 1:]) & counts, counts
 
 
 def with_tokens(batch: MicroBatch, tokens_BT: Tensor) -> MicroBatch:

@@ -1,6 +1,7 @@
 """The sanity checks on real engines: healthy runs pass, and each planted bug is found by the check that names it."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.monitor.read_run_folder import read_rows
 from tests.conftest import selected_params
+from tests.distributed.test_equal_ranks import check_rejected, start, words_of
+from tests.extensions.sanity import WORKERS
 from tests.support.cases import CPU, DROPOUT, case, config, flags
 from tests.support.general_models import GENERAL_MODELS
-from tests.support.launch import ROOT, run_ranks, run_worker, train_ranks
+from tests.support.launch import PROGRAM, run_ranks, run_worker, train_ranks
 from tests.support.layouts import fp16
 from tests.support.model_shapes import SHAPES
+from tests.terminal.test_screen import in_terminal
 
 FP32_SUM = {"data_types": {"grad_accum_dtype": "fp32"}}
 HEALTHY = {  # (DeepSpeed JSON, shape); all on 2 ranks
@@ -104,7 +108,7 @@ def results(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytes
              *(sanity_case(bug, BUGS[bug][1], corpus, folder, plant=BUGS[bug][0],
                            steps=300 if BUGS[bug][0] in _TRAINED else _STEPS.get(BUGS[bug][0], 2))
                for bug in selected_params(request, "bug"))]
-    return run_worker("sanity_worker.py", cases, 2, folder)
+    return run_worker(str(WORKERS / "sanity_worker.py"), cases, 2, folder)
 
 
 @pytest.mark.parametrize("layout", [*HEALTHY, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
@@ -119,7 +123,7 @@ def test_a_healthy_run_passes_all_checks(layout: str, results: dict[str, Any]) -
 def shapes(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("shapes")
     cases = [sanity_case(shape, config(0), corpus, folder, shape) for shape in selected_params(request, "shape")]
-    return run_worker("sanity_worker.py", cases, 1, folder)
+    return run_worker(str(WORKERS / "sanity_worker.py"), cases, 1, folder)
 
 
 @pytest.mark.slow
@@ -173,12 +177,29 @@ def test_a_checked_run_is_bit_equal_to_an_unchecked_one(corpus: str, tmp_path: P
     assert [(row["step"], row["reason"], len(row["checks"])) for row in events] == [(0, "all checks passed", 19)]
 
 
+@pytest.mark.slow
+def test_a_tensor_parallel_run_passes_the_checks(corpus: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({**config(1, accumulation=2), "tensor_parallel": {"autotp_size": 2}}))
+    done = train_ranks(2, ["--deepspeed_config=ds.json", "--model=tiny", f"--train_data={corpus}", "--split=80,20,0",
+                           "--model_overrides=vocab_size=256,n_layer=2,n_embd=64", "--seq_length=64", "--train_steps=1",
+                           "--z_loss=0.001", "--sanity_check", "--save=run"], tmp_path)
+    assert [process.returncode for process in done] == [0, 0], done[0].stdout
+
+
+@pytest.mark.slow
+def test_ranks_with_other_flags_are_rejected(corpus: str, tmp_path: Path) -> None:
+    words = ["--overfit_steps=2", *words_of(corpus, tmp_path)]
+    check_rejected(start(tmp_path, [words, [*words, "--seed=7"]], module="pretrain sanity"), "--seed: the ranks must")
+    check_rejected(start(tmp_path, [words, ["--overfit_steps=3", *words[1:]]], module="pretrain sanity"),
+                   "program: the ranks must")
+
+
 def test_a_failed_check_rejects_the_run_and_is_the_exit_code_of_the_tool(corpus: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(config(2)))
     words = ["--deepspeed_config=ds.json", "--model=tiny", f"--train_data={corpus}", "--split=80,20,0",
              "--model_overrides=vocab_size=256,n_layer=1,n_embd=64", "--seq_length=64", "--train_steps=3",
              "--init_std=0.9", "--save=run"]
-    tool = run_ranks([str(ROOT / "tools" / "sanity_check.py"), *words, "--json=out.json"], 1, cwd=tmp_path)[0]
+    tool = run_ranks([PROGRAM, "sanity", *words, "--json=out.json"], 1, cwd=tmp_path)[0]
     assert tool.returncode == 1, tool.stdout
     assert "initial loss: too high" in tool.stdout
     found = {result["check"]: result for result in json.loads((tmp_path / "out.json").read_text())}
@@ -197,10 +218,23 @@ def test_a_failed_check_rejects_the_run_and_is_the_exit_code_of_the_tool(corpus:
     assert "initial loss" in rows[0]["reason"]
 
 
+def test_the_table_is_broken_between_words() -> None:
+    """A terminal of 80 columns breaks no number of the table."""
+    program = ("from pretrain.extensions.sanity.result import Result, print_table;"
+               "print_table([Result('gradient scale', True, ' '.join(['0.995'] * n), '0.75 to 1.33', '') "
+               "for n in range(1, 20)])")
+    code, written = in_terminal([sys.executable, "-c", program])
+    assert code == 0
+    lines = written.replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {word for line in lines for word in line.split() if word.startswith(("0", "1"))} == {
+        "0.995", "0.75", "1.33", "19"}
+
+
 def test_find_lr_in_a_pipeline(corpus: str, tmp_path: Path) -> None:
     """A rate that is too high makes the loss diverge; the JSON, the table and the plot hold the same rates."""
     (tmp_path / "ds.json").write_text(json.dumps(config(1, precision="bf16", stages=2)))
-    done = run_ranks([str(ROOT / "tools" / "find_lr.py"), "--from=1e-5", "--to=30", "--steps=40", "--json=lr.json",
+    done = run_ranks([PROGRAM, "find-lr", "--from=1e-5", "--to=30", "--steps=40", "--json=lr.json",
                       "--plot=lr.svg", "--deepspeed_config=ds.json", "--model=tiny", f"--train_data={corpus}",
                       "--model_overrides=vocab_size=256,n_layer=2,n_embd=64", "--seq_length=64", "--train_steps=3",
                       "--split=80,20,0", "--save=run"], 2, cwd=tmp_path)

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from pretrain.analysis.sanity.batches import SmallBatch
-from pretrain.analysis.sanity.checked_engine import CheckedEngine, Gradients
-from pretrain.analysis.sanity.result import Result, not_made
 from pretrain.checkpoint.format.fragments import base_optimizer, flat_tensors, group_of
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.optimizer import peak_learning_rate
 from pretrain.errors import format_number
+from pretrain.extensions.sanity.batches import SmallBatch
+from pretrain.extensions.sanity.checked_engine import CheckedEngine, Gradients
+from pretrain.extensions.sanity.result import Result, not_made
 
 REAL_STEPS = 2  # with the run's batches, before the training on one small batch
 _REPORTED_STEPS = 10  # steps between two reports of the progress
