@@ -9,7 +9,7 @@ OLD_NAMES: Mapping[str, str] = {
 }
 # former subcommand of `ds-pretrain` -> remedy
 MOVED_COMMANDS: Mapping[str, str] = {
-    "bench": "in a checkout, `python tools/bench.py` does the same",
+    "bench": "it is a script of the source code now, bench.py in the folder tools",
 }
 
 

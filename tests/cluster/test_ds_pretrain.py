@@ -25,7 +25,7 @@ from pretrain.distributed.tcp_store import SECRET_VARIABLE
 from pretrain.errors import ConfigError
 from pretrain.monitor.environment import environment_variables
 from tests.support.hf_models import save_hf_model
-from tests.support.launch import PROGRAM, ROOT
+from tests.support.launch import ROOT
 from tests.support.rejection import rejection
 from tests.test_train import _environment, _flags, losses
 
@@ -108,7 +108,8 @@ def test_tools_start_on_a_free_port(corpus: str, tmp_path: Path) -> None:
         with contextlib.suppress(OSError):
             taken.bind(("", 29500))
             taken.listen()
-        done = start(str(ROOT / "tools" / "evaluate.py"), "model", "--data", corpus, "--max_samples", "4", "--dtype", "fp32")
+        done = start(str(ROOT / "tools" / "evaluate.py"), "model", "--data", corpus, "--max_samples", "4",
+                     "--dtype", "fp32")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cpu, fp32, 2 ranks" in done.stdout
     rejected = start("evaluate", "nowhere")
@@ -122,7 +123,7 @@ def test_ranks_get_a_secret_that_no_command_line_shows(given: str, monkeypatch: 
     monkeypatch.setenv(SECRET_VARIABLE, given)
     started = []
     monkeypatch.setattr("pretrain.cluster.local_launch.run_launcher", lambda *args: started.append(args) or 0)
-    assert main(["--num_gpus", "1", PROGRAM, "check-cluster"]) == 0
+    assert main(["--num_gpus", "1", str(ROOT / "tools" / "evaluate.py")]) == 0
     (command, environ, _), = started
     secret = environ[SECRET_VARIABLE]
     assert secret == given or re.fullmatch("[0-9a-f]{64}", secret)

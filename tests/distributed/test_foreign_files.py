@@ -158,8 +158,8 @@ def test_frozen_parameters_have_states_of_0(name: str, saved: Saved) -> None:
     assert_equal(found, saved.live(name))
     assert frozen[FROZEN, "fp32"].abs().max() > 0
     assert not frozen[FROZEN, "exp_avg"].any()
-    assert [loss.name for loss in run.losses] == ["other_states"]
-    assert FROZEN in run.losses[0].reason
+    assert [omission.name for omission in run.omissions] == ["other_states"]
+    assert FROZEN in run.omissions[0].reason
 
 
 def test_groups_and_scalars(saved: Saved) -> None:
@@ -182,8 +182,9 @@ def test_the_trainer_records_the_schedule(saved: Saved) -> None:
             "type": "cosine", "total_steps": STEPS, "last_step": STEPS,
             "flags": {"lr_schedule": "cosine", "lr_warmup_steps": 2, "lr_counts_from_0": True, "lr_decay_steps": STEPS,
                       "min_lr_ratio": 0.0}}
-        assert run.losses == run.notes == ()
-    assert "schedule" in {loss.name for loss in saved.read("accelerate").losses}, "it is stepped once for each rank"
+        assert run.omissions == run.notes == ()
+    found = {omission.name for omission in saved.read("accelerate").omissions}
+    assert "schedule" in found, "it is stepped once for each rank"
 
 
 def test_the_engine_has_the_scheduler_if_the_json_has_the_optimizer(saved: Saved, tmp_path: Path) -> None:
@@ -194,9 +195,9 @@ def test_the_engine_has_the_scheduler_if_the_json_has_the_optimizer(saved: Saved
     edit(MODEL, lambda file: file.update(lr_scheduler=scheduler))(folder)
     (folder / "scheduler.pt").unlink()
     run = saved.read("Trainer", tmp_path / "run")
-    assert (run.schedule, run.losses) == (saved.read("Trainer").schedule, ())
+    assert (run.schedule, run.omissions) == (saved.read("Trainer").schedule, ())
     edit(MODEL, lambda file: file.update(lr_scheduler=None))(folder)
-    assert [loss.name for loss in saved.read("Trainer", tmp_path / "run").losses] == ["schedule"]
+    assert [omission.name for omission in saved.read("Trainer", tmp_path / "run").omissions] == ["schedule"]
 
 
 def test_the_trainer_without_deepspeed(saved: Saved) -> None:
@@ -385,7 +386,7 @@ def test_settings_of_other_classes_are_named(saved: Saved, tmp_path: Path) -> No
         shutil.copytree(saved.path("Trainer"), run)
         torch.save(content, run / "checkpoint-3" / file)
         found = saved.read("Trainer", run)
-        shown = [*found.notes, *(loss.reason for loss in found.losses)]
+        shown = [*found.notes, *(omission.reason for omission in found.omissions)]
         assert len(shown) == 1
         assert ("holds no TrainingArguments" in shown[0]) or ("has no count of steps" in shown[0])
 

@@ -40,5 +40,5 @@ def run_tool(subcommand: str, *words: str | Path, kill: signal.Signals | None = 
         if largest_file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
-    return subprocess.run([sys.executable, *start, subcommand, *map(str, words)], capture_output=True, text=True, check=False,
-                          preexec_fn=limit, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    return subprocess.run([sys.executable, *start, subcommand, *map(str, words)], capture_output=True, text=True,
+                          check=False, preexec_fn=limit, env={**os.environ, "DS_ACCELERATOR": "cpu"})

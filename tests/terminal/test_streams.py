@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import PROGRAM
+from tests.support.launch import PROGRAM, ROOT
 from tests.terminal.test_screen import environment, in_terminal
 from tests.test_train import _flags, start_one_rank
 
-PROGRAM = """
+_CODE = """
 import sys
 from pretrain.terminal import ignore_lost_output
 before = sys.stdout
@@ -33,7 +33,7 @@ print("to stderr", file=sys.stderr)
 
 def run(redirections: str) -> subprocess.CompletedProcess[str]:
     """Run the program under a shell that redirects its output."""
-    return subprocess.run(["bash", "-c", f'set -o pipefail; "$0" -c "$1" {redirections}', sys.executable, PROGRAM],
+    return subprocess.run(["bash", "-c", f'set -o pipefail; "$0" -c "$1" {redirections}', sys.executable, _CODE],
                           cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 

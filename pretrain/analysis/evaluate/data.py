@@ -19,6 +19,7 @@ from pretrain.errors import ConfigError
 from pretrain.remote import is_url
 
 _LONGEST_DEFAULT = 2048  # tokens; longest default --seq_length for weights that no run of this program trained
+_MOST_SAMPLES = 10**8  # of one evaluation; a larger number comes from a damaged record
 SPLITS = ("train", "valid", "test")
 
 
@@ -192,7 +193,9 @@ def _samples_of_evaluation(path: Path, run: dict[str, Any], flags: DataFlags) ->
     """Return the number of samples that one evaluation of the run reads, or --max_samples if that is smaller."""
     try:
         samples = int(run["flags"]["eval_steps"]) * int(run["batch"]["global_batch_size"])
-    except (KeyError, TypeError, ValueError):
+        if not 0 <= samples <= _MOST_SAMPLES:
+            raise ValueError(samples)
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{path}: run.json", problem="the record of the run's batch size or eval_steps is damaged",
                           remedy="give --data or --split") from None
     return samples if flags.max_samples is None else min(samples, flags.max_samples)

@@ -17,6 +17,7 @@ from pretrain.checkpoint.load.same_data import (
     check_same_tokenizer,
     evaluation_data_notes,
 )
+from pretrain.checkpoint.save.retention import position_after
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.flags.arguments import OVERRIDES, RunArguments
 from pretrain.config.flags.overrides import Change, named_overrides
@@ -108,14 +109,15 @@ def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan,
               with_record: bool) -> Resume:
     """Compare the run with a checkpoint that has its state."""
     run, named = folder.parent.parent, named_overrides(plan.args)
-    check_read_order(manifest, plan, folder)
+    consumed = position_after(folder.parent, manifest)
+    check_read_order(manifest, plan, folder, consumed)
     allowed = named | ({"samples"} if branch is not None else set())  # a branch is a decision of its own
     changes = changes_of(manifest, plan, folder, allowed)
     _check_divisible(manifest, plan, folder)
     length = _continued_length(plan, manifest, changes)
     schedule = continued_schedule(plan, length, manifest, folder, named)
     nothing_left = _check_steps_left(plan, length, manifest, folder, branch, with_record=with_record)
-    other_data = check_same_data(manifest, plan, folder)
+    other_data = check_same_data(manifest, plan, folder, consumed)
     if other_data:
         changes.append(Change("data", plan.data.train_flag, manifest.data_fingerprint,
                               plan.datasets["train"].fingerprint))
@@ -126,7 +128,7 @@ def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan,
     new_warnings = [nothing_left, other_data, blend_note(manifest, plan, folder), other_tokenizer,
                     *(evaluation_data_notes(plan, run) if with_record else ()), _batch_note(changes, named, folder),
                     *(_changed_flag_notes(plan, run) if with_record else ())]
-    notes = [schedule.note, adopted_data_note(manifest, plan, folder),
+    notes = [schedule.note, adopted_data_note(manifest, plan, consumed),
              *_override_notes(plan, manifest, named, named_changes)]
     continued = replace(plan, length=length, **schedule.of_plan(plan), notes=(*plan.notes, *filter(None, notes)),
                         overrides=(*manifest.overrides, *(change.record(manifest.step) for change in named_changes)),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import Manifest, tokenizer_fingerprint
-from pretrain.checkpoint.save.retention import position_after
 from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
@@ -70,26 +69,25 @@ def check_sampled_blocks(plan: Plan) -> list[str]:
     return notes
 
 
-def check_same_data(manifest: Manifest, plan: Plan, folder: Path) -> str:
-    """Compare the training data with the checkpoint's.
+def check_same_data(manifest: Manifest, plan: Plan, folder: Path, consumed: int) -> str:
+    """Compare the training data with the checkpoint's. `consumed`: samples with which the run continues.
 
     Returns a note if it differs and --override data accepts this, else "". Raises ConfigError for other data. Large
     data that has no hash yet is compared by samples; `resilience.data_watch` hashes and compares it during training.
     """
-    problem = _difference(manifest, plan, folder)
+    problem = _difference(manifest, plan, folder, consumed)
     if not problem:
         return ""
     if allows_other_data(plan.args):
         return f"{plan.data.train_flag}: {problem}; --override data: training continues at sample " \
-               f"{position_after(folder.parent, manifest):,} of this data"
+               f"{consumed:,} of this data"
     raise ConfigError(plan.data.train_flag, problem=problem,
                       remedy="give the data of the checkpoint, or continue with this data by --override data")
 
 
-def check_read_order(manifest: Manifest, plan: Plan, folder: Path) -> None:
+def check_read_order(manifest: Manifest, plan: Plan, folder: Path, consumed: int) -> None:
     """Raise ConfigError if the run up to the checkpoint would have read other samples with the flags of this run."""
     before, now = recorded_read_order(manifest.recipe), plan.read_order
-    consumed = position_after(folder.parent, manifest)
     if before.is_same_before(now, consumed):
         return
     for flag, earlier, given in ((SKIP, before.skipped, now.skipped), (REORDER, before.reordered, now.reordered)):
@@ -109,22 +107,22 @@ def blend_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
     return f"{folder.name} was trained with the weights {_weights(saved)}; this run continues with {_weights(current)}"
 
 
-def adopted_data_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
+def adopted_data_note(manifest: Manifest, plan: Plan, consumed: int) -> str:
     """Return a note about the data position if an adopted run does not record its data, else ""."""
     if manifest.adopted is None or "data_fingerprint" not in manifest.unknown:
         return ""
     return f"the checkpoint of {manifest.adopted.get('program')} does not record its data: this run continues at " \
-           f"sample {position_after(folder.parent, manifest):,} of {plan.data.train_flag}, and pins it from here on"
+           f"sample {consumed:,} of {plan.data.train_flag}, and pins it from here on"
 
 
-def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
+def _difference(manifest: Manifest, plan: Plan, folder: Path, consumed: int) -> str:
     """Return how the training data differs from the checkpoint's; "": it does not, as far as is known."""
     if "data_fingerprint" in manifest.unknown:
         return ""
     dataset, saved = plan.datasets["train"], manifest.data or {}
     if "items" in saved or isinstance(dataset, OwnSamples):
         return _other_items(saved, manifest.data_fingerprint, dataset, folder)
-    position = recorded_read_order(manifest.recipe).end_of(position_after(folder.parent, manifest))
+    position = recorded_read_order(manifest.recipe).end_of(consumed)
     problem = _other_sources(saved, dataset, folder, position) if manifest.data is not None else ""
     if problem:
         return problem

@@ -1,4 +1,4 @@
-"""Pages of `ds-pretrain report` in a real browser: curves have the values of metrics.jsonl, and untrusted text is inert."""
+"""Pages of `ds-pretrain report` in a real browser: curves are those of metrics.jsonl, untrusted text is inert."""
 
 import json
 import signal

@@ -77,7 +77,7 @@ def model_of(run: ForeignRun) -> transformers.PreTrainedModel:
 def test_transformers_continues_with_the_losses_of_the_original(
         name: str, originals: tuple[Path, dict[str, list[float]]], checkpoints: Folders) -> None:
     run = read(checkpoints[name], None)
-    assert (run.losses, run.step, run.optimizer_step, run.consumed_samples, run.precision) == \
+    assert (run.omissions, run.step, run.optimizer_step, run.consumed_samples, run.precision) == \
         ((), SAVED, SAVED, SAVED * 8, CASES[name]["precision"])
     assert {key: run.schedule[key] for key in ("type", "warmup_steps", "total_steps", "last_step")} == \
         {"type": "cosine", "warmup_steps": 3, "total_steps": STEPS, "last_step": SAVED}
@@ -259,8 +259,8 @@ def test_copies_that_differ_are_averaged_with_consent_alone(checkpoints: Folders
         path.unlink()
     change(checkpoints["neox"] / "layer_02-model_01-model_states.pt", shift)
     run = read(checkpoints["neox"], None)
-    assert {loss.name for loss in run.losses} == {"optimizer", "other_states"}
-    assert "the copies of 1 parameters on tensor-parallel ranks differ by up to 0.5" in run.losses[-1].reason
+    assert {omission.name for omission in run.omissions} == {"optimizer", "other_states"}
+    assert "the copies of 1 parameters on tensor-parallel ranks differ by up to 0.5" in run.omissions[-1].reason
     own = torch.load(checkpoints["neox"] / "layer_02-model_00-model_states.pt")["input_layernorm.scale"]
     assert torch.allclose(run.read("model.layers.0.input_layernorm.weight", "fp32"), own + 0.25)
 
