@@ -1,6 +1,6 @@
 """What went wrong in a run, in plain words and the newest first: events, crashes, and loss curves that end in NaN.
 
-Incidents of one kind that follow each other are one entry. `summary` and the page show the same list.
+Incidents of one kind that follow each other are one entry.
 """
 
 import re
@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.crashes import events_and_crashes
-from pretrain.analysis.report.reduce import kept_rows
-from pretrain.analysis.report.run_table import RunTable, as_float, number_or_none
+from pretrain.analysis.crashes import events_and_crashes
+from pretrain.analysis.run_table import RunTable, as_float, kept_rows, number_or_none
 from pretrain.errors import GUARD, listed, named, printable, shorten
 from pretrain.extension import Problem, advice_on, problems
 from pretrain.resilience.lease_file import read_lease
@@ -102,9 +101,10 @@ def incidents_of(table: RunTable, *, now: float | None = None) -> list[Incident]
     return sorted(joined, key=lambda one: (not one.is_open, -(one.last_time or one.time or 0.0), -(one.step or 0)))
 
 
-def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, Any]] = ()) -> list[str]:
-    """Return the list for a terminal: what happened and what to do, or what a replay says, in two lines of 80
-    characters each at most; [] if nothing went wrong.
+def incident_lines(incidents: Sequence[Incident], results: Sequence[tuple[int, str]] = ()) -> list[str]:
+    """Return the list for a terminal, in two lines of 80 characters each at most; [] if nothing went wrong.
+
+    It has what happened, and what to do, or the result of an examination of a step: `results` has (step, text).
     """
     if not incidents:
         return []
@@ -113,15 +113,14 @@ def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, An
         when = time.strftime("%m-%d %H:%M", time.localtime(one.time)) if one.time is not None else ""
         parts = [part for part in (when, one.steps_text, one.machine, one.headline) if part]
         line = f"{'!' if one.is_open else ' '} {': '.join((', '.join(parts[:-1]), parts[-1]))}"
-        answers = [f"replay of step {replay['step']}: {replay['what']} ({replay['certainty']})" for replay in replays
-                   if None not in (one.step, one.last_step, replay["step"])
-                   and one.step <= replay["step"] <= one.last_step]
-        advice = printable(answers[0] if answers else one.advice)
+        found = [text for step, text in results
+                 if one.step is not None and one.last_step is not None and one.step <= step <= one.last_step]
+        advice = printable(found[0] if found else one.advice)
         for text, indent in ((line, 4), *([(f"    -> {advice}", 7)] if advice else [])):
             lines += textwrap.wrap(text, 80, subsequent_indent=" " * indent, max_lines=2, placeholder=" ...",
                                    drop_whitespace=True, break_on_hyphens=False)
     more = len(incidents) - _LISTED
-    return [*lines, *([f"  and {more} more, in the page of `ds-pretrain report`"] if more > 0 else [])]
+    return [*lines, *([", ".join([f"  and {more} more", *advice_on("more_incidents")])] if more > 0 else [])]
 
 
 def _incident(table: RunTable, rows: list[dict[str, Any]], number: int,
