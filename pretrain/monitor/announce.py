@@ -22,9 +22,9 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError, format_number
-from pretrain.extension import extensions, records_of_extensions
+from pretrain.extension import advice_on, extensions, records_of_extensions
 from pretrain.model.config import ModelConfig
-from pretrain.model.kernels.cpu.choice import as_json, chosen
+from pretrain.model.operators import operators_record
 from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.environment import (
     code_record,
@@ -98,7 +98,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         first_step: number of steps that were done before this start.
         resumed_from: checkpoint that the start continues from.
     """
-    layout, code, kernels = plan.layout, code_record(Path(plan.args.save)), chosen()
+    layout, code = plan.layout, code_record(Path(plan.args.save))
     ranks = Counter(host["host"] for host in hosts)
     different_hosts = {host["host"]: host for host in hosts}.values()
     return {
@@ -122,7 +122,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "unigram_entropy": plan.unigram_entropy,
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "layer_times": layer_times_record(plan),
-        "cpu_kernels": None if kernels is None else as_json(kernels),
+        **operators_record(),
         "versions": versions(), "software": software(), "git_commit": code["commit"], "code": code,
         "hosts": sorted(ranks),
         "hardware": [{**host, "ranks": ranks[host["host"]]} for host in different_hosts],
@@ -191,8 +191,9 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
     if is_finished:
         last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         screen.line(f"finished {step} steps in {plan.args.save}: {last}")
-        for line in next_line(shlex.join(["ds-pretrain", "report", plan.args.save])):
-            screen.line(line)
+        for command in advice_on("finished"):
+            for line in next_line(command.format(run=shlex.quote(plan.args.save))):
+                screen.line(line)
     elif not is_saved:
         screen.line(f"ended by {stopped_by} after step {step}")
     elif is_done:

@@ -107,7 +107,7 @@ def _model(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[Change]:
 
 
 def _recipe(manifest: Manifest, plan: Plan) -> Iterator[Change]:
-    """Yield changes of clipping and of the flags in RECIPE_FLAGS. Older manifests do not record all of them."""
+    """Yield changes of clipping and of the flags in RECIPE_FLAGS. An adopted run may not record all of them."""
     current = recipe_of(plan)
     if "gradient_clipping" in manifest.recipe:
         # 0 and a missing key: no clipping
@@ -117,7 +117,7 @@ def _recipe(manifest: Manifest, plan: Plan) -> Iterator[Change]:
     for flag, name in RECIPE_FLAGS.items():
         if name == "samples" and is_same_order:  # however its flags write it
             continue
-        default = getattr(type(plan.args), flag, None)  # of a flag that is newer than the checkpoint
+        default = getattr(type(plan.args), flag, None)  # of a flag that the checkpoint does not record
         yield from _pairs(name, {f"--{flag}": (manifest.recipe.get(flag, default), current[flag])})
 
 

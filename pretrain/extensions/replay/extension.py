@@ -72,6 +72,7 @@ def _callbacks(plan: "Plan") -> "Iterator[Callback]":
 EXTENSION = Extension(
     "replay", "Keeps a flight record, computes micro-batches twice, and says why a step was as it was.",
     settings=Replay, is_always_used=True, check=_check, notes=_notes, callbacks=_callbacks,
+    results="section:results", section="section:Replays", section_files=("section.js",),
     requests={RECORD_FILE: RequestFile(answer="keeping the flight record")},
     commands={"replay": Command("during and after a run", "train a step again, and say why it was as it was", ".main")},
     events={"recomputation": ("finding ranks hosts layer direction value",
