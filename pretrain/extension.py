@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pretrain.cli import OWNED, say
 from pretrain.errors import ConfigError, shorten
@@ -87,6 +87,19 @@ class Problem:
     describe: "str | Callable[..., tuple[str, str, str]]" = ""
 
 
+class Section(Protocol):
+    """What the page of a run shows of an extension. A script of its `section_files` sets SECTIONS.NAME: format.js."""
+
+    def update(self) -> None:
+        """Read what was appended since the last call. Raises OSError."""
+
+    def state(self) -> str:
+        """Return a text that changes with the files."""
+
+    def data(self) -> Any:
+        """Return JSON values for the script; None: there is nothing to show. Text in them may be foreign."""
+
+
 @dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
@@ -134,6 +147,10 @@ class Extension:
     hints: "str | Callable[..., Iterable[Any]]" = ""
     # (record of run.json, events) -> expected losses of any run, or None: see monitor/expected.py
     expectation: "str | Callable[..., Any]" = ""
+    # (run folder) -> (step, result) of the steps that were examined, the newest result first
+    results: "str | Callable[[Path], Iterable[tuple[int, str]]]" = ""
+    section: "str | Callable[[Path], Section]" = ""  # (run folder) -> section of the page of any run
+    section_files: tuple[str, ...] = ()  # its scripts (.js) and styles (.css), next to the declaration
     is_always_used: bool = False  # the functions are called in runs without a flag of the extension, too
     requires: tuple[str, ...] = ()  # modules of packages without which its flags are rejected
     module: str = ""  # of the declaration; set when it is found
@@ -155,6 +172,10 @@ class Extension:
     def full_name(self, module: str) -> str:
         """Return the full name of a module; with a dot in front, it is one next to the declaration."""
         return ".".join(filter(None, [self.module.rpartition(".")[0], module[1:]])) if module[:1] == "." else module
+
+    def read_file(self, name: str) -> str:
+        """Return the text of a file next to the declaration."""
+        return (Path(sys.modules[self.module].__file__ or "").parent / name).read_text(encoding="utf-8")
 
     @property
     def flags(self) -> "dict[str, dataclasses.Field[Any]]":
@@ -336,6 +357,11 @@ def request_files(args: "RunArguments") -> dict[str, RequestFile]:
 def advice_on(situation: str) -> list[str]:
     """Return what extensions advise in a situation."""
     return [each.advice[situation] for each in extensions() if situation in each.advice]
+
+
+def results_of_steps(run: Path) -> list[tuple[int, str]]:
+    """Return what extensions have found out about steps of a run: step, result."""
+    return [result for each in extensions() if (results := each.function("results")) for result in results(run)]
 
 
 def notes_of_extensions(plan: "Plan") -> list[str]:

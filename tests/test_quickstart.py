@@ -8,6 +8,7 @@ the quickstart has fewer layers here, and trains for fewer steps on a smaller co
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,6 @@ from urllib.request import urlopen
 import pytest
 
 from pretrain.monitor.read_run_folder import newest_path, read_metrics
-from tests.analysis.report.runs import open_report
 from tests.support.browser import Browser
 from tests.support.installed import build_wheel, install
 from tests.support.launch import ROOT
@@ -192,7 +192,11 @@ def test_the_report_on_the_guides_runs_has_their_losses(guide: tuple[Path, Path]
     browser = Browser(tmp_path / "profile")
     try:
         runs = [guide[0] / "runs" / name for name in ("quickstart", "first")]
-        page = open_report(browser, tmp_path, *runs)
+        done = _run(shlex.join(["ds-pretrain", "report", *map(str, runs), "--output", str(tmp_path / "report.html")]),
+                    *guide)
+        assert done.returncode == 0, done.stderr
+        page = browser.page((tmp_path / "report.html").as_uri())
+        page.wait_for("window.report && report.charts.every((chart) => chart.series)")
         for index, run in enumerate(runs):
             rows = newest_path([row for row in read_metrics(run) if "loss" in row])
             for key in ("step", "loss", "grad_norm", "forward_time_ms", "goodput"):

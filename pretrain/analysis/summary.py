@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.report.expected import Comparison, expected_of_run, newest_comparison
-from pretrain.analysis.report.hints import hints_of
-from pretrain.analysis.report.incidents import Incident, incident_lines, incidents_of
-from pretrain.analysis.report.replays import replays_data
-from pretrain.analysis.report.run_table import RunTable
+from pretrain.analysis.incidents import Incident, incident_lines, incidents_of
+from pretrain.analysis.run_curve import Comparison, expected_of_run, hints_of, newest_comparison
+from pretrain.analysis.run_table import RunTable
 from pretrain.analysis.svg import check_plot_target, save_svg
+from pretrain.cli import Parser, path
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.errors import ConfigError, printable
+from pretrain.extension import results_of_steps
 from pretrain.monitor.curve import Hint
 from pretrain.monitor.read_run_folder import is_number, newest_path, newest_start, read_metrics, read_rows
 from pretrain.remote import is_url
@@ -39,10 +39,10 @@ class Summary:
     tokens_per_second: float | None
     named_losses: dict[str, float | None] = field(default_factory=dict)  # of each named validation set
     note: str = ""  # --note of the newest start
-    expected: Comparison | None = None  # the loss next to that of --expected_curve
+    expected: Comparison | None = None  # the loss next to the one that an extension expects
     hints: list[Hint] = field(default_factory=list)  # what the curve shows, the most important first
     incidents: list[Incident] = field(default_factory=list)  # what went wrong, what is wrong now first
-    replays: list[dict[str, Any]] = field(default_factory=list)  # what `ds-pretrain replay` says about steps
+    results: list[tuple[int, str]] = field(default_factory=list)  # of examined steps: step, text
 
     @property
     def below_unigram_entropy(self) -> bool:
@@ -72,7 +72,7 @@ def summarize(run: Path) -> Summary:
                    tokens_per_second=_number(metrics, last, "tokens_per_second"),
                    named_losses={name: _number(metrics, row, "eval_loss") for name, row in named.items()},
                    note=flags.get("note") or "", expected=newest_comparison(table), hints=hints_of(table),
-                   incidents=incidents_of(table), replays=replays_data(run))
+                   incidents=incidents_of(table), results=results_of_steps(run))
 
 
 def _unigram_entropy(run: Path, start: dict[str, Any]) -> float | None:
@@ -107,7 +107,7 @@ def summary_lines(summary: Summary) -> list[str]:
             *(f"  {name:<20}{text(loss, '.4f')}" for name, loss in summary.named_losses.items()),
             f"unigram entropy       {text(summary.unigram_entropy, '.4f', ' nats per token')}",
             f"speed                 {text(summary.tokens_per_second, ',.0f')} tokens/s",
-            *(f"hint: {hint}" for hint in summary.hints), *incident_lines(summary.incidents, summary.replays)]
+            *(f"hint: {hint}" for hint in summary.hints), *incident_lines(summary.incidents, summary.results)]
 
 
 def _not_finite(summary: Summary) -> str:
@@ -161,3 +161,20 @@ def save_loss_plot(run: Path, target: Path) -> None:
         save_svg(figure, target, "loss")
     except OSError as error:
         raise ConfigError(f"--plot {target}", problem=f"the file cannot be written: {error.strerror}") from None
+
+
+def main() -> int:
+    parser = Parser(description="Print progress and losses of a run, and draw its loss curve.")
+    parser.add_argument("run", metavar="RUN", type=path, help="run folder (--save of the run)")
+    parser.add_argument("--below_unigram_entropy", action="store_true",
+                        help="exit with 1 unless the validation loss is below the unigram entropy")
+    parser.add_argument("--plot", type=path, metavar="FILE.svg", help="draw the loss curve (needs matplotlib)")
+    args = parser.parse_args()
+    summary = summarize(args.run)
+    print("\n".join(summary_lines(summary)))
+    if args.plot is not None:
+        save_loss_plot(args.run, args.plot)
+    if args.below_unigram_entropy and not summary.below_unigram_entropy:
+        print("The validation loss is not below the unigram entropy: the model knows no more than token frequencies.")
+        return 1
+    return 0

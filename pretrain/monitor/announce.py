@@ -22,7 +22,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError, format_number
-from pretrain.extension import extensions, records_of_extensions
+from pretrain.extension import advice_on, extensions, records_of_extensions
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.cpu.choice import as_json, chosen
 from pretrain.model.partition import layer_costs, stage_bounds
@@ -190,8 +190,9 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
     if is_finished:
         last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         screen.line(f"finished {step} steps in {plan.args.save}: {last}")
-        for line in next_line(shlex.join(["ds-pretrain", "report", plan.args.save])):
-            screen.line(line)
+        for command in advice_on("finished"):
+            for line in next_line(command.format(run=shlex.quote(plan.args.save))):
+                screen.line(line)
     elif stopped_by == REPLAYED:
         screen.line(f"step {step} is trained again")
     elif is_done:

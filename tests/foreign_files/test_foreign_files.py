@@ -14,13 +14,13 @@ import pytest
 
 from pretrain.checkpoint.save.retention import Rollback
 from pretrain.distributed.process import PROGRAM
-from tests.analysis.report.test_incidents import rank_rows
 from tests.distributed.test_foreign_files import GPT2, plain, trainer
 from tests.foreign_files.fuzz import SECRET
 from tests.foreign_files.payloads import MODULE, dumped
 from tests.foreign_files.sandbox import VARIABLE, Tree
 from tests.support.cases import config
 from tests.support.launch import ROOT, run_worker, train_ranks
+from tests.support.run_folders import rank_rows
 from tests.wrong_inputs.world import make_world
 
 Result = tuple[str, str, str, int, list[str]]

@@ -14,7 +14,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/training_data.md", "tools/weights.md", "tools/decoders.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
-    "tools/performance.md", "tools/measurements.md", "tools/metrics.md", "tools/report.md",
+    "tools/performance.md", "tools/measurements.md", "tools/metrics.md",
     "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",

@@ -14,6 +14,7 @@ from pretrain.config.layout import Layout
 from pretrain.config.size_defaults import SizeDefaults
 from pretrain.config.write_yaml import comment_line, yaml_entry
 from pretrain.errors import counted, format_number, one_line
+from pretrain.extension import advice_on
 from pretrain.memory.compare.compare import ComparisonRow, Cost, cost_lines, run_cost, tokens_text
 from pretrain.memory.footprint import in_unit
 from pretrain.memory.hardware import Cluster
@@ -190,8 +191,8 @@ def commands(run: NewRun) -> list[str]:
                   *(["--device", "cpu"] if is_cpu else ["--gpu", cluster.gpu.word])])
     here = ["--num_accelerators" if is_cpu else "--num_gpus", ranks]
     words.append([*(here if cluster.nodes == 1 else ["--hostfile", HOSTFILE]), "--config", str(run.path)])
-    words.append(["report", run.save])
-    return [shlex.join(["ds-pretrain", *line]) for line in words]
+    return [*(shlex.join(["ds-pretrain", *line]) for line in words),
+            *(command.format(run=shlex.quote(run.save)) for command in advice_on("finished"))]
 
 
 def hosts_note(run: NewRun) -> list[str]:

@@ -20,7 +20,7 @@ from pretrain.extensions.profile.timeline_summary import (
 _LETTERS = {FORWARD: "F", BACKWARD: "B", TRANSFER: "t", LOAD: "d", BUBBLE: ".", REDUCE: "R", OPTIMIZER: "O"}
 _COLUMNS = 69  # of a row of letters, after "stage 12  "
 _MOST_ROWS = 32  # of a plot; of more ranks only the first pipeline is drawn
-# (light, dark) as in analysis/report/page/report.css
+# (light, dark)
 _COLOURS = {FORWARD: ("#0b62c4", "#5fadff"), BACKWARD: ("#0b7a5c", "#45d1a6"), TRANSFER: ("#c2480c", "#ff9c62"),
             LOAD: ("#55504b", "#bdb6ae"), BUBBLE: ("#e9ecf0", "#272f3a"), REDUCE: ("#9536a3", "#dc95e6"),
             OPTIMIZER: ("#7d6500", "#e2c54a")}

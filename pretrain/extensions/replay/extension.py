@@ -70,6 +70,9 @@ def _callbacks(plan: "Plan") -> "Iterator[Callback]":
 EXTENSION = Extension(
     "replay", "Keeps a flight record, computes micro-batches twice, and says why a step was as it was.",
     settings=Replay, is_always_used=True, check=_check, notes=_notes, callbacks=_callbacks,
+    advice={"wrong_step": "`ds-pretrain replay {run}@{step}` finds the cause",
+            "bad_step": "`ds-pretrain replay {run}@{step}` names the samples, and what skipping them gives"},
+    results="section:results", section="section:Replays", section_files=("section.js",),
     requests={RECORD_FILE: RequestFile(answer="keeping the flight record")},
     commands={"replay": Command("during and after a run", "train a step again, and say why it was as it was", ".main")},
     reference={"flight": ("Keys of the flight record", "digest:reference")})

@@ -17,6 +17,7 @@ def _callbacks(plan: "Plan") -> "list[Callback]":
 
 EXTENSION = Extension(
     "slow_ranks", "Names ranks, hosts and network links that are slower than the others.", callbacks=_callbacks,
+    section="heat_map:HeatMap", section_files=("heat_map.js", "heat_map.css"),
     files=("rank_times.jsonl",),
     events={
         "slow_rank": ("ranks hosts stage kind ratio since steps evidence",

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.analysis.report.predictions import predictions_data
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.token_files.writer import IndexedWriter
@@ -18,6 +17,7 @@ from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import FINISHED, ConfigError
 from pretrain.extensions.tasks.extension import PREDICTION_ROW, TASK_ROW, Tasks
 from pretrain.extensions.tasks.find_tasks import find_run_tasks
+from pretrain.extensions.tasks.section import predictions_data
 from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module
 from pretrain.monitor.read_run_folder import read_events, read_rows

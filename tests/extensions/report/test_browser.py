@@ -12,20 +12,18 @@ from pretrain import extension
 from pretrain.analysis.summary import save_loss_plot
 from pretrain.monitor.expected import Expectation, Expected
 from pretrain.monitor.read_run_folder import newest_path, read_metrics
-from tests.analysis.report.runs import (
-    DRAWN,
+from tests.extensions.report.runs import DRAWN, open_report, watching
+from tests.support.browser import Browser, Page
+from tests.support.run_folders import (
     OLD_KEYS,
     START,
     append_rows,
     event,
-    open_report,
+    rank_rows,
     record,
     rows_of,
-    watching,
     write_run,
 )
-from tests.analysis.report.test_incidents import rank_rows
-from tests.support.browser import Browser, Page
 
 STEPS = [*range(1, 61), *range(41, 101)]  # steps 41 to 60 were trained twice
 EVENTS = [event("start", 0), event("save", 40, path="c/global_step40", bytes=9), event("skip", 50, "loss is NaN"),
@@ -241,9 +239,9 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
         {"step": 10**400, "sequence": 0}, {"step": 1, "sequence": 0, "prompt": 1, "prompt_tokens": 1}])
     page = open_report(browser, tmp_path, evil, write_run(tmp_path / "plain", rows_of([1, 2, 3])))
     page.run("report.setCursor(2, report.charts[0])")
-    page.run("report.heatMaps[0].show({row: 1, column: 0})")
-    assert page.run("report.heatMaps[0].tip.textContent").startswith(f"rank 1 on {ATTACKS[1]}")
-    for name in ("incidents", "replays"):
+    page.run("SECTIONS.slow_ranks.maps[0].show({row: 1, column: 0})")
+    assert page.run("SECTIONS.slow_ranks.maps[0].tip.textContent").startswith(f"rank 1 on {ATTACKS[1]}")
+    for name in ("incidents", "section-replay"):
         shown = page.run(f"document.getElementById('{name}').textContent")
         assert all(attack in shown for attack in ATTACKS[:-1])
     page.run("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
@@ -279,17 +277,18 @@ def test_a_person_on_call_finds_the_machine_and_the_place_in_the_curve(browser: 
     (spike,) = (text for _, text in items if "a spike of the loss" in text)
     assert "Replay: it is the data or the recipe (sure)1 of 16 samples stands out" in spike
     assert spike.endswith("--skip_samples 7")  # instead of the advice to replay the step
-    assert f"ds-pretrain replay {run}@20" in page.run("document.getElementById('replays').textContent")
+    assert f"ds-pretrain replay {run}@20" in page.run("document.getElementById('section-replay').textContent")
     page.run("document.querySelectorAll('.incident.open button')[1].click()")
     low, high = page.run("report.xRange()")
     assert 60 < low < 70 < 80 < high < 90
-    page.run("report.heatMaps[0].box.focus()")
+    page.run("SECTIONS.slow_ranks.maps[0].box.focus()")
     for key in ("ArrowUp", "ArrowDown", "ArrowDown", "ArrowDown", "Home"):
         page.press(key)
-    tip = page.run("report.heatMaps[0].tip.textContent")
+    tip = page.run("SECTIONS.slow_ranks.maps[0].tip.textContent")
     assert tip == "rank 3 on node-bstep 1002.2 \u00d7 the medianabove the median mostly in: backward"
     red, green, _ = page.run("""(() => {
-        const {canvas, map} = report.heatMaps[0], size = report.heatMaps[0].layout(), ratio = canvas.width / size.width;
+        const [heat] = SECTIONS.slow_ranks.maps, {canvas} = heat, size = heat.layout();
+        const ratio = canvas.width / size.width;
         const at = [size.gutter + size.plotWidth / 2, 3.5 * size.rowHeight].map((value) => Math.round(value * ratio));
         return [...canvas.getContext("2d").getImageData(...at, 1, 1).data].slice(0, 3);
     })()""")
@@ -301,7 +300,7 @@ def test_a_person_on_call_finds_the_machine_and_the_place_in_the_curve(browser: 
                      {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 400}, page.session)
         page.run(DRAWN)
         assert page.run("document.documentElement.scrollWidth") <= width
-        assert page.run("report.heatMaps[0].canvas.clientWidth") <= width
+        assert page.run("SECTIONS.slow_ranks.maps[0].canvas.clientWidth") <= width
     assert page.errors() == []
 
 
@@ -321,7 +320,7 @@ def test_predictions_and_scores_of_tasks(browser: Browser, tmp_path: Path) -> No
             for sequence in (0, 1)]
     append_rows(run / "predictions.jsonl", rows)
     page = open_report(browser, tmp_path, run)
-    cells = page.run("""[...document.querySelectorAll('#predictions details')].map((details) =>
+    cells = page.run("""[...document.querySelectorAll('#section-tasks details')].map((details) =>
         [...details.querySelectorAll('tbody tr')].map((row) => [...row.children].map((cell) => cell.textContent)))""")
     steps = [30, 20, 10]
     text = "some  text"
@@ -333,7 +332,7 @@ def test_predictions_and_scores_of_tasks(browser: Browser, tmp_path: Path) -> No
     assert {one["label"] for one in drawn(page, "evaluation")} == {"valid", "valid/code"}
     assert page.errors() == []
     page = open_report(browser, tmp_path, write_run(tmp_path / "plain", rows_of([1, 2])))
-    assert page.run("document.getElementById('predictions').hidden")
+    assert page.run("document.getElementById('section-tasks').hidden")
     assert "tasks" not in page.run("report.charts.map((chart) => chart.panel.id)")
 
 

@@ -1,4 +1,4 @@
-"""RunTable: the rows of metrics.jsonl as columns, events, predictions and restarts. It reads only what was appended."""
+"""RunTable: the rows of metrics.jsonl as columns, events and restarts. It reads only what was appended."""
 
 import contextlib
 import math
@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.rank_heat_map import RankTimes
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_starts
 from pretrain.monitor.tail import Tail
 
 _MAX_KEYS = 100  # columns; the rows of a damaged or foreign file may have any number of keys
 _MAX_SPLITS = 50
-_LISTS = ("events", "predictions", "restarts")  # files whose rows are kept as they are
+_LISTS = ("events", "restarts")  # files whose rows are kept as they are
 _LARGEST_STEP = 2.0**53  # larger whole numbers are not exact as float64, in Python and in a browser
 
 
@@ -84,7 +83,7 @@ def number_or_none(value: object) -> float | None:
 
 @dataclass
 class RunTable:
-    """Contents of a run folder: training and evaluation rows, events, predictions, restarts, records of run.json.
+    """Contents of a run folder: training and evaluation rows, events, restarts, records of run.json.
 
     Raises ConfigError if the folder has neither a run.json nor a metrics.jsonl, or if a file cannot be read.
     """
@@ -94,7 +93,6 @@ class RunTable:
     training: Columns = field(default_factory=Columns)
     evaluations: dict[str, Columns] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
-    predictions: list[dict[str, Any]] = field(default_factory=list)
     restarts: list[dict[str, Any]] = field(default_factory=list)  # of a supervisor
     starts: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""  # why `starts` is empty
@@ -104,7 +102,6 @@ class RunTable:
             raise ConfigError(str(self.run), problem="this is not a run folder: it has no run.json and no "
                               "metrics.jsonl", remedy="Name the folder that the run has in --save")
         self._metrics, *self._others = (Tail(self.run / f"{name}.jsonl") for name in ("metrics", *_LISTS))
-        self.rank_times = RankTimes(self.run)  # large: read for the page only
         self._record: tuple[int, int] | None = None  # time and size of run.json when it was read
         self.update()
         self.generation = 0
@@ -132,7 +129,7 @@ class RunTable:
     def _begin_again(self) -> None:
         self._metrics, *self._others = (Tail(file.path) for file in (self._metrics, *self._others))
         self.training, self.evaluations = Columns(), {}
-        self.events, self.predictions, self.restarts = [], [], []
+        self.events, self.restarts = [], []
         self.generation += 1
 
     def _add(self, block: list[tuple[int, dict[str, Any]]]) -> None:
@@ -165,3 +162,41 @@ class RunTable:
         except ConfigError as error:
             self.starts, self.problem = [], str(error)
         self._record, self.generation = record, self.generation + 1
+
+
+def kept_rows(training: Columns) -> np.ndarray:
+    """Return a mask of the rows that are the newest of their steps, as `newest_path` selects them.
+
+    A resume or a rollback returns to an earlier step, and then trains later steps again.
+    """
+    return _before(training.column("step"))
+
+
+def _before(steps: np.ndarray) -> np.ndarray:
+    """Return whether each step is less than all that follow."""
+    return steps < _later_minimum(steps)[1:]
+
+
+def _later_minimum(steps: np.ndarray) -> np.ndarray:
+    """Return, for each row and for the end, the lowest step from this row on."""
+    return np.minimum.accumulate(np.append(steps, math.inf)[::-1])[::-1]
+
+
+def kept_evaluations(evaluations: Columns, training: Columns) -> np.ndarray:
+    """Return a mask of the evaluations of which no step was trained again, and no evaluation was repeated, later."""
+    steps = evaluations.column("step")
+    following = np.searchsorted(training.column("line"), evaluations.column("line"))
+    return _before(steps) & (steps < _later_minimum(training.column("step"))[following])
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Points of several curves with common positions on the x axis.
+
+    If rows were reduced, `values` has means, and `low` and `high` have the minimum and the maximum of those keys whose
+    values differ within a point.
+    """
+
+    values: dict[str, np.ndarray]
+    low: dict[str, np.ndarray] = field(default_factory=dict)
+    high: dict[str, np.ndarray] = field(default_factory=dict)

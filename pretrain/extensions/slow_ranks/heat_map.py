@@ -51,7 +51,7 @@ class _Start:
     columns: list[_Column] = field(default_factory=list)
 
 
-class RankTimes:
+class HeatMap:
     """Reads RUN/rank_times.jsonl as it grows. Lines that do not have the expected values are left out."""
 
     def __init__(self, run: Path) -> None:
@@ -63,9 +63,8 @@ class RankTimes:
         self._starts: list[_Start] = []
         self._rows_per_column = 1
 
-    @property
-    def num_lines(self) -> int:
-        return self._tail.lines
+    def state(self) -> str:
+        return str(self._tail.lines)
 
     def update(self) -> None:
         """Read what was appended since the last call. Raises OSError."""

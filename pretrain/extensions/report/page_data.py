@@ -7,23 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.compare import as_text, changes_between, differences, run_names, settings
-from pretrain.analysis.report.crashes import events_and_crashes
-from pretrain.analysis.report.expected import expected_curve, newest_comparison
-from pretrain.analysis.report.hints import hints_of
-from pretrain.analysis.report.incidents import incidents_of
-from pretrain.analysis.report.predictions import predictions_data
-from pretrain.analysis.report.reduce import (
+from pretrain.analysis.crashes import events_and_crashes
+from pretrain.analysis.incidents import incidents_of
+from pretrain.analysis.run_curve import expected_curve, hints_of, newest_comparison
+from pretrain.analysis.run_table import (
+    Columns,
     Curves,
-    as_numbers,
+    RunTable,
+    as_float,
     kept_evaluations,
     kept_rows,
-    reduce_rows,
-    reduce_segments,
+    number_or_none,
 )
-from pretrain.analysis.report.replays import kept_records, replays_data, state_of_folders
-from pretrain.analysis.report.run_table import Columns, RunTable, as_float, number_or_none
 from pretrain.errors import escape_controls
+from pretrain.extension import Section, extensions
+from pretrain.extensions.report.compare import as_text, changes_between, differences, run_names, settings
+from pretrain.extensions.report.reduce import as_numbers, reduce_rows, reduce_segments
 
 MAX_POINTS = 6000  # of each curve, over all runs: the page remains below a few MB
 _MIN_POINTS = 400
@@ -35,7 +34,36 @@ _NEWEST_ROWS = 50  # of which the overview shows the speed
 _EVENT_KEYS = {"time", "event", "step", "reason"}
 
 
-def page_data(tables: Sequence[RunTable], *, watch: bool) -> dict[str, Any]:
+class ShownRun(RunTable):
+    """A run folder, and the sections that extensions show of it. A section whose files cannot be read is left out."""
+
+    def __post_init__(self) -> None:
+        self._sections: dict[str, Section] = {each.name: section(self.run) for each in extensions()
+                                              if (section := each.function("section"))}
+        self._unreadable: set[str] = set()
+        super().__post_init__()
+
+    def update(self) -> None:
+        """Read what was appended since the last call."""
+        super().update()
+        self._unreadable.clear()
+        for name, section in self._sections.items():
+            try:
+                section.update()
+            except OSError:
+                self._unreadable.add(name)
+
+    def state(self) -> str:
+        """Return a text that changes when the files of a section have changed."""
+        return ".".join(section.state() for section in self._sections.values())
+
+    def sections(self) -> dict[str, Any]:
+        """Return the data of the sections by extension."""
+        found = {name: section.data() for name, section in self._sections.items() if name not in self._unreadable}
+        return {name: data for name, data in found.items() if data}
+
+
+def page_data(tables: Sequence[ShownRun], *, watch: bool) -> dict[str, Any]:
     """Return everything that the page shows, as JSON values."""
     limit, names = points_per_run(len(tables)), run_names([table.run for table in tables])
     runs = [{"name": name, "path": str(table.run), **run_data(table, limit)}
@@ -44,10 +72,10 @@ def page_data(tables: Sequence[RunTable], *, watch: bool) -> dict[str, Any]:
     return {"runs": runs, "differences": changed, "time": time.time(), "watch": watch, "state": state_of(tables)}
 
 
-def state_of(tables: Sequence[RunTable]) -> str:
+def state_of(tables: Sequence[ShownRun]) -> str:
     """Return a text that changes when any file of the runs has changed."""
-    return "-".join(f"{table.generation}.{table.num_lines}.{len(table.events)}.{len(table.predictions)}"
-                    f".{len(table.restarts)}.{state_of_folders(table.run)}" for table in tables)
+    return "-".join(f"{table.generation}.{table.num_lines}.{len(table.events)}.{len(table.restarts)}.{table.state()}"
+                    for table in tables)
 
 
 def points_per_run(num_runs: int) -> int:
@@ -55,7 +83,7 @@ def points_per_run(num_runs: int) -> int:
     return max(MAX_POINTS // num_runs, _MIN_POINTS)
 
 
-def run_data(table: RunTable, limit: int) -> dict[str, Any]:
+def run_data(table: ShownRun, limit: int) -> dict[str, Any]:
     """Return everything that the page shows of one run."""
     columns, kept = _with_positions(table, table.training), kept_rows(table.training)
     curves = reduce_rows({key: column[kept] for key, column in columns.items()}, limit)
@@ -74,9 +102,7 @@ def run_data(table: RunTable, limit: int) -> dict[str, Any]:
         "abandoned": curves_data(abandoned, rounded=is_reduced), "evaluations": evaluations,
         "abandoned_evaluations": abandoned_evaluations, "expected": curves_data(expected_curve(table, curves)),
         "time_is_estimated": _start_time(table) is None,
-        "predictions": predictions_data(table.predictions),
-        **_events(table), "incidents": _incidents_data(table), "heat_map": _heat_map(table),
-        "replays": replays_data(table.run), "kept_records": kept_records(table.run),
+        **_events(table), "incidents": _incidents_data(table), "sections": table.sections(),
         "problem": table.problem, "hints": list(map(str, hints_of(table))), "starts": _starts_data(table),
         "settings": [[section, key, value] for (section, key), value in settings(_newest_record(table)).items()],
     }
@@ -186,14 +212,6 @@ def _incidents_data(table: RunTable) -> list[dict[str, Any]]:
              "machine": one.machine, "detail": one.detail, "times": [one.time, one.last_time], "begin": first,
              "end": last}
             for one, first, last in zip(found, begin, end, strict=True)]
-
-
-def _heat_map(table: RunTable) -> dict[str, Any] | None:
-    try:
-        table.rank_times.update()
-    except OSError:  # the other files of the run are shown without it
-        return None
-    return table.rank_times.data()
 
 
 def _evenly(numbers: list[int]) -> list[int]:

@@ -15,13 +15,13 @@ from string import Template
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from pretrain.analysis.report.page_data import page_data, state_of
-from pretrain.analysis.report.run_table import RunTable
 from pretrain.errors import ConfigError
+from pretrain.extension import extensions
+from pretrain.extensions.report.page_data import ShownRun, page_data, state_of
 from pretrain.paths import replace_file
 
 _LIBRARY = "vendor/uPlot"
-_SCRIPTS = ("format.js", "series.js", "chart.js", "heat_map.js", "incidents.js", "report.js")
+_SCRIPTS = ("format.js", "series.js", "chart.js", "incidents.js")
 ADDRESS = "127.0.0.1"
 # A page of another site may let its own name resolve to 127.0.0.1 (DNS rebinding); its requests carry this name.
 # The port is not compared: it differs at the near end of an ssh tunnel.
@@ -30,9 +30,9 @@ _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORE
 
 def page_html(data: dict[str, Any]) -> str:
     """Return the page. Its content security policy permits no script or style except this package's."""
-    style = _read(f"{_LIBRARY}.min.css") + _read("report.css")
+    style = "".join([_read(f"{_LIBRARY}.min.css"), _read("report.css"), *_of_sections(".css")])
     library = f"/*\n{_read(f'{_LIBRARY}.LICENSE')}*/\n{_read(f'{_LIBRARY}.iife.min.js')}"
-    script = "\n".join(['"use strict";', library, *map(_read, _SCRIPTS)])
+    script = "\n".join(['"use strict";', library, *map(_read, _SCRIPTS), *_of_sections(".js"), _read("report.js")])
     connect = "connect-src 'self'; " if data["watch"] else ""
     policy = (f"default-src 'none'; script-src {_source_hash(script)}; style-src {_source_hash(style)}; img-src data:; "
               f"{connect}base-uri 'none'; form-action 'none'")
@@ -44,6 +44,11 @@ def page_html(data: dict[str, Any]) -> str:
 
 def _read(name: str) -> str:
     return (resources.files(__package__) / "page" / name).read_text(encoding="utf-8")
+
+
+def _of_sections(suffix: str) -> list[str]:
+    """Return the scripts or the styles of the sections that extensions bring."""
+    return [each.read_file(name) for each in extensions() for name in each.section_files if name.endswith(suffix)]
 
 
 def _source_hash(text: str) -> str:
@@ -70,7 +75,7 @@ class ReportServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, tables: Sequence[RunTable], port: int) -> None:
+    def __init__(self, tables: Sequence[ShownRun], port: int) -> None:
         """Listen on `port`, or on a free port if this is 0. Raises ConfigError if the port is in use."""
         self.tables, self.lock = list(tables), threading.Lock()  # one request at a time reads the tables
         try:

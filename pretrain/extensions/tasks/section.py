@@ -1,14 +1,36 @@
-"""The model's continuations of validation samples, by sample and evaluation, for the page."""
+"""The model's continuations of validation samples, by sample and evaluation, for the page of a run."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.run_table import as_float
+from pretrain.analysis.run_table import as_float
 from pretrain.errors import escape_controls, shorten
+from pretrain.extensions.tasks.extension import PREDICTIONS_FILE
+from pretrain.monitor.tail import Tail
 
 _MAX_SEQUENCES, _MAX_EVALUATIONS = 20, 50  # on the page
 _LONGEST = 2000  # characters of a text
+
+
+class Texts:
+    """The texts of RUN/predictions.jsonl, read as it grows."""
+
+    def __init__(self, run: Path) -> None:
+        self._tail, self._rows = Tail(run / PREDICTIONS_FILE), list[dict[str, Any]]()
+
+    def update(self) -> None:
+        if self._tail.was_replaced():
+            self._tail, self._rows = Tail(self._tail.path), []
+        for block in self._tail.blocks():
+            self._rows += [row for _, row in block]
+
+    def state(self) -> str:
+        return str(len(self._rows))
+
+    def data(self) -> list[dict[str, Any]]:
+        return predictions_data(self._rows)
 
 
 def predictions_data(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

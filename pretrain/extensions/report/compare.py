@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.reduce import kept_rows
-from pretrain.analysis.report.run_table import RunTable, number_or_none
+from pretrain.analysis.run_table import RunTable, kept_rows, number_or_none
 from pretrain.monitor.read_run_folder import newest_start
 
 # these sections first, in this order; the others follow in the order of the record

@@ -1,4 +1,4 @@
-"""The losses that an extension expects of a run, at its rows."""
+"""What extensions find in the curve of a run folder: hints, and the losses that they expect."""
 
 import math
 from dataclasses import dataclass
@@ -6,12 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.reduce import Curves, kept_rows
-from pretrain.analysis.report.run_table import RunTable, as_float
+from pretrain.analysis.run_table import Columns, Curves, RunTable, as_float, kept_evaluations, kept_rows
+from pretrain.monitor.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Hint, hints_of_extensions
 from pretrain.monitor.expected import Expectation, Expected, expectation_of, tokens_text
 
 _MOST_POINTS = 300
 _ROWS = 8  # newest rows, whose median is the measured loss, as in the events
+
+
+def hints_of(table: RunTable) -> list[Hint]:
+    """Return what the curve of a run shows: the most important first; none if there are no rows.
+
+    Steps that were trained again later do not count.
+    """
+    valid, kept = table.evaluations.get("valid", Columns()), kept_rows(table.training)
+    newest = kept_evaluations(valid, table.training)
+    curve = Curve({key: table.training.column(key)[kept] for key in KEYS},
+                  {key: valid.column(key)[newest] for key in EVALUATION_KEYS})
+    return hints_of_extensions(curve, Facts.of_record(table.starts[-1] if table.starts else {}))
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.analysis.report.compare import run_names
-from pretrain.analysis.report.page import page_html
-from pretrain.analysis.report.page_data import MAX_POINTS, page_data, points_per_run, run_data
-from pretrain.analysis.report.reduce import kept_evaluations, kept_rows, reduce_rows
-from pretrain.analysis.report.run_table import Columns, RunTable
+from pretrain.analysis.run_table import Columns, kept_evaluations, kept_rows
 from pretrain.errors import ConfigError
+from pretrain.extensions.report.compare import run_names
+from pretrain.extensions.report.page import page_html
+from pretrain.extensions.report.page_data import MAX_POINTS, ShownRun, page_data, points_per_run, run_data
+from pretrain.extensions.report.reduce import reduce_rows
 from pretrain.monitor.read_run_folder import newest_path
-from tests.analysis.report.runs import event, record, rows_of, write_run
+from tests.support.run_folders import event, record, rows_of, write_run
 
 
 def test_kept_rows_are_the_newest_path() -> None:
@@ -64,7 +64,7 @@ def test_a_large_run_gives_a_small_page(tmp_path: Path) -> None:
                    enumerate(rows_of([7], eval_interval=100) * num_rows, 1))
     run = write_run(tmp_path / "run", [], [event("save", step) for step in range(num_rows)])
     (run / "metrics.jsonl").write_text(text)
-    data = page_data([RunTable(run)], watch=False)
+    data = page_data([ShownRun(run)], watch=False)
     assert len(data["runs"][0]["training"]["values"]["loss"]) <= MAX_POINTS / 4
     assert data["runs"][0]["event_counts"] == {"save": num_rows}
     assert len(page_html(data)) < 4e6
@@ -73,7 +73,7 @@ def test_a_large_run_gives_a_small_page(tmp_path: Path) -> None:
 
 def test_rows_that_are_appended_are_read_once(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows_of([1, 2]))
-    table = RunTable(run)
+    table = ShownRun(run)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "loss"')
         file.flush()
@@ -97,11 +97,11 @@ def test_names_of_runs() -> None:
 
 def test_a_folder_that_is_no_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this is not a run folder"):
-        RunTable(tmp_path)
+        ShownRun(tmp_path)
 
 
 def test_changes_between_starts_are_listed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [], [], [record(), record(seed=5, hosts=["b"])])
-    starts = run_data(RunTable(run), 100)["starts"]
+    starts = run_data(ShownRun(run), 100)["starts"]
     changes = [["flags", "seed", "1234", "5"], ["hosts", "", '["vm"]', '["b"]']]
     assert [start["changes"] for start in starts] == [[], changes]

@@ -1,6 +1,6 @@
 """What went wrong in a run, in plain words and the newest first: events, crashes, and loss curves that end in NaN.
 
-Incidents of one kind that follow each other are one entry. `summary` and the page show the same list.
+Incidents of one kind that follow each other are one entry.
 """
 
 import re
@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.crashes import events_and_crashes
-from pretrain.analysis.report.reduce import kept_rows
-from pretrain.analysis.report.run_table import RunTable, as_float, number_or_none
+from pretrain.analysis.crashes import events_and_crashes
+from pretrain.analysis.run_table import RunTable, as_float, kept_rows, number_or_none
 from pretrain.errors import GUARD, listed, named, printable, shorten
-from pretrain.extension import Problem, problems
+from pretrain.extension import Problem, advice_on, problems
 from pretrain.resilience.lease_file import read_lease
 from pretrain.resilience.run_lock import LOCK
 
@@ -25,14 +24,13 @@ _LONGEST_TEXT = 400  # characters
 _LISTED = 8  # in a terminal
 _SILENT_S = 600.0  # a run that writes no row for this long, and for 20 times the usual interval, is reported
 _START_AGAIN = "; start the run again, or use `ds-pretrain supervise`"
-_REPLAY = "`ds-pretrain replay {run}@{step}` finds the cause"
-_SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skipping them gives"
+_WRONG = ". ".join(["do not trust the machine", *advice_on("wrong_step")])
+_SAMPLES = "; ".join(advice_on("bad_step"))
 
 # by kind: the name of the event, or what the end of the files shows
 _KINDS: dict[str, Problem] = {
-    "corruption": Problem("copies of a parameter differ between ranks: {reason}",
-                          f"do not trust the machine. {_REPLAY}", ("start",)),
-    "recomputation": Problem("{reason}", f"do not trust the machine. {_REPLAY}", ("start",)),
+    "corruption": Problem("copies of a parameter differ between ranks: {reason}", _WRONG, ("start",)),
+    "recomputation": Problem("{reason}", _WRONG, ("start",)),
     "spike": Problem("{reason}", _SAMPLES),
     "skip": Problem("an update was skipped: {reason}", _SAMPLES),
     "not_finite": Problem("the loss is NaN or infinite", _SAMPLES, ()),
@@ -47,7 +45,7 @@ _KINDS: dict[str, Problem] = {
                         ("start",)),
     "silent": Problem("{reason}", "look at the launcher's output, and at the machine of rank 0", ("start",)),
     "guard": Problem("the guard against bad steps stopped the run: {reason}",
-                     f"{_SAMPLES}; another start alone does not help", ("start",)),
+                     "; ".join([*advice_on("bad_step"), "another start alone does not help"]), ("start",)),
     "save_failed": Problem("a checkpoint was not written: {reason}", "make space, or repair the storage",
                            ("save", "start")),
     "after_save_failed": Problem("a checkpoint was not mirrored, or older ones not removed: {reason}",
@@ -106,9 +104,10 @@ def incidents_of(table: RunTable, *, now: float | None = None) -> list[Incident]
     return sorted(joined, key=lambda one: (not one.is_open, -(one.last_time or one.time or 0.0), -(one.step or 0)))
 
 
-def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, Any]] = ()) -> list[str]:
-    """Return the list for a terminal: what happened and what to do, or what a replay says, in two lines of 80
-    characters each at most; [] if nothing went wrong.
+def incident_lines(incidents: Sequence[Incident], results: Sequence[tuple[int, str]] = ()) -> list[str]:
+    """Return the list for a terminal, in two lines of 80 characters each at most; [] if nothing went wrong.
+
+    It has what happened, and what to do, or the result of an examination of a step: `results` has (step, text).
     """
     if not incidents:
         return []
@@ -117,15 +116,14 @@ def incident_lines(incidents: Sequence[Incident], replays: Sequence[dict[str, An
         when = time.strftime("%m-%d %H:%M", time.localtime(one.time)) if one.time is not None else ""
         parts = [part for part in (when, one.steps_text, one.machine, one.headline) if part]
         line = f"{'!' if one.is_open else ' '} {': '.join((', '.join(parts[:-1]), parts[-1]))}"
-        answers = [f"replay of step {replay['step']}: {replay['what']} ({replay['certainty']})" for replay in replays
-                   if None not in (one.step, one.last_step, replay["step"])
-                   and one.step <= replay["step"] <= one.last_step]
-        advice = printable(answers[0] if answers else one.advice)
+        found = [text for step, text in results
+                 if one.step is not None and one.last_step is not None and one.step <= step <= one.last_step]
+        advice = printable(found[0] if found else one.advice)
         for text, indent in ((line, 4), *([(f"    -> {advice}", 7)] if advice else [])):
             lines += textwrap.wrap(text, 80, subsequent_indent=" " * indent, max_lines=2, placeholder=" ...",
                                    drop_whitespace=True, break_on_hyphens=False)
     more = len(incidents) - _LISTED
-    return [*lines, *([f"  and {more} more, in the page of `ds-pretrain report`"] if more > 0 else [])]
+    return [*lines, *([", ".join([f"  and {more} more", *advice_on("more_incidents")])] if more > 0 else [])]
 
 
 def _incident(table: RunTable, rows: list[dict[str, Any]], number: int,

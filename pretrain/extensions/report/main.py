@@ -1,17 +1,15 @@
-"""Results of runs: summary, page with curves, comparison."""
+"""Curves of runs as a page, live or as a file; a comparison of runs; the script that repeats one."""
 
 import argparse
 import json
 import time
 from pathlib import Path
 
-from pretrain.analysis.report.compare import compare_runs, comparison_lines
-from pretrain.analysis.report.page import ReportServer, page_html, write_page
-from pretrain.analysis.report.page_data import page_data
-from pretrain.analysis.report.run_table import RunTable
-from pretrain.analysis.summary import save_loss_plot, summarize, summary_lines
 from pretrain.cli import Parser, path, whole_number
 from pretrain.errors import ConfigError
+from pretrain.extensions.report.compare import compare_runs, comparison_lines
+from pretrain.extensions.report.page import ReportServer, page_html, write_page
+from pretrain.extensions.report.page_data import ShownRun, page_data
 from pretrain.monitor.read_run_folder import newest_start
 from pretrain.monitor.repeat_command import command_of
 from pretrain.paths import check_file
@@ -19,7 +17,7 @@ from pretrain.paths import check_file
 _MAX_RUNS = 32  # a page with more curves cannot be read
 
 
-def report_main() -> int:
+def main() -> int:
     parser = Parser(description="Draw runs as one HTML page without network access, watch them, or compare them.")
     parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="run folder (--save of the run)")
     parser.add_argument("--output", type=path, metavar="FILE.html", help="default: report.html in the first run folder")
@@ -78,7 +76,7 @@ def _command(run: Path) -> str:
 
 def _write(runs: list[Path], target: Path) -> None:
     begin = time.perf_counter()
-    tables = [RunTable(run) for run in runs]
+    tables = [ShownRun(run) for run in runs]
     check_file(target, "--output")
     text = page_html(page_data(tables, watch=False))
     write_page(text, target)
@@ -87,26 +85,9 @@ def _write(runs: list[Path], target: Path) -> None:
 
 
 def _watch(runs: list[Path], port: int) -> None:
-    with ReportServer([RunTable(run) for run in runs], port) as server:
+    with ReportServer([ShownRun(run) for run in runs], port) as server:
         print(f"{server.url} shows the newest rows; Ctrl-C ends this program", flush=True)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             print()
-
-
-def summary_main() -> int:
-    parser = Parser(description="Print progress and losses of a run, and draw its loss curve.")
-    parser.add_argument("run", metavar="RUN", type=path, help="run folder (--save of the run)")
-    parser.add_argument("--below_unigram_entropy", action="store_true",
-                        help="exit with 1 unless the validation loss is below the unigram entropy")
-    parser.add_argument("--plot", type=path, metavar="FILE.svg", help="draw the loss curve (needs matplotlib)")
-    args = parser.parse_args()
-    summary = summarize(args.run)
-    print("\n".join(summary_lines(summary)))
-    if args.plot is not None:
-        save_loss_plot(args.run, args.plot)
-    if args.below_unigram_entropy and not summary.below_unigram_entropy:
-        print("The validation loss is not below the unigram entropy: the model knows no more than token frequencies.")
-        return 1
-    return 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.analysis.report.run_table import RunTable, as_float
+from pretrain.analysis.run_table import RunTable, as_float
 from pretrain.errors import FINISHED, GUARD, HANG, REJECTED, STOPPED
 
 _KINDS = {None: "not_started", REJECTED: "rejected", GUARD: "guard", HANG: "hang"}

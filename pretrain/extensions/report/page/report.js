@@ -27,7 +27,7 @@ class Report {
     const smoothing = data.runs.some((run) => run.rows >= 100) ? 0.6 : 0;  // it would distort a short curve
     this.view = {axis: "step", logX: false, smoothing, raw: true, clip: false, abandoned: true, zoom: null, cursor: null, cursorChart: null,
                  runs: new Set(data.runs.map((run) => run.name)), hidden: new Set(HIDDEN_KINDS), timeUnit: timeUnit(data.runs)};
-    Object.assign(this, {charts: [], heatMaps: [], pollMs: 2000});
+    Object.assign(this, {charts: [], pollMs: 2000});
     this.filled = {};  // id of an element -> what it shows
     this.bindControls();
     this.build();
@@ -56,26 +56,10 @@ class Report {
       .map((text) => make("p", {class: "notice"}, `${run.name}: ${text}`))));
     // the ages of the incidents are of the time of the newest rows
     byId("incidents").replaceChildren(...incidentsElements(runs, this));
-    byId("replays").hidden = runs.every((run) => run.replays.length + run.kept_records.length === 0);
-    this.fill("replays", runs.map((run) => [run.replays, run.kept_records]), () => replaysElements(runs));
     byId("overview").replaceChildren(overviewElement(runs));
     this.fill("chips", runs.map((run) => run.event_counts), () => this.chipRows());
     this.buildCharts();
-    const maps = runs.filter((run) => run.heat_map);
-    byId("heat").hidden = maps.length === 0;
-    // a run with slow ranks shows them before its curves
-    byId(runs.some((run) => run.incidents.some(({kind}) => kind === "slow_rank")) ? "controls" : "constants").before(byId("heat"));
-    this.fill("heat", maps.map((run) => run.heat_map), () => {
-      this.heatMaps = maps.map((run) => new HeatMap(run.heat_map, `Ranks${runs.length > 1 ? ` of ${run.name}` : ""}`, this));
-      return this.heatMaps.map((map) => map.element);
-    });
-    const predictions = runs.flatMap((run) => run.predictions.map((sample, number) => [run, number, sample]));
-    byId("predictions").hidden = predictions.length === 0;
-    this.fill("predictions", predictions.map(([run, number, sample]) => [run.name, number, sample]), () => [
-      make("h2", {}, "Predictions"),
-      make("p", {class: "quiet"}, "How the model continues validation samples, always with the most likely token, at each evaluation."),
-      ...predictions.map(([run, number, sample], index) => predictionElement(
-        `${runs.length > 1 ? `${run.name}: ` : ""}sample ${number + 1}`, sample, index === 0))]);
+    this.buildSections();
     byId("differences").hidden = runs.length < 2;
     this.fill("differences", differences, () => [make("h2", {}, "Differences between the runs"), differences.length
       ? makeTable([["setting"], ...runs.map((run) => [run.name])],
@@ -84,6 +68,20 @@ class Report {
     this.fill("configuration", runs.map((run) => [run.settings, run.starts]), () => [make("h2", {}, "Configuration"),
       ...runs.map((run) => configurationElement(run, runs.length === 1))]);
     this.schedule();
+  }
+
+  /** The parts that extensions bring: see SECTIONS. */
+  buildSections() {
+    const {runs} = this.data;
+    for (const [name, section] of Object.entries(SECTIONS)) {
+      const shown = runs.filter((run) => run.sections[name]), id = `section-${name}`;
+      const element = byId(id) ?? make("section", {id, "aria-label": section.label});
+      element.hidden = shown.length === 0;
+      const next = byId(section.before(runs));
+      if (next.previousElementSibling !== element) next.before(element);  // one that moves loses the focus
+      this.fill(id, shown.map((run) => [run.name, run.sections[name]]), () => section.elements(
+        shown.map((run) => [run, runs.length > 1 ? `${run.name}: ` : "", run.sections[name]]), this));
+    }
   }
 
   buildCharts() {
@@ -141,7 +139,7 @@ class Report {
       this.view.timeUnit = timeUnit(this.data.runs);
       byId("whole").disabled = this.view.zoom === null;
       byId("smoothing").textContent = this.view.smoothing.toFixed(2);
-      for (const chart of [...this.charts, ...this.heatMaps]) chart.draw();
+      for (const part of [...this.charts, ...Object.values(SECTIONS)]) part.draw?.();
       this.showEvents();
     });
   }
@@ -258,12 +256,6 @@ function overviewElement(runs) {
   }
   return makeTable([["run"], ...used.map(([label]) => [label, label !== "Status"])],
                    runs.map((run) => [run.name, ...used.map(([, value]) => value(run.overview))]));
-}
-
-/** The prompt and the actual text of a validation sample, and what the model predicted, the newest evaluation first. */
-function predictionElement(title, {prompt, actual, predicted}, isOpen) {
-  const rows = [["prompt", prompt], ["actual", actual], ...predicted.map(([step, text]) => [`step ${plain(step)}`, text])];
-  return make("details", {open: isOpen}, make("summary", {}, title), makeTable([["evaluation"], ["text"]], rows, "texts settings"));
 }
 
 /** The record of the newest start by section, and what changed at each start. */

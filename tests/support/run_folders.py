@@ -1,24 +1,13 @@
-"""Run folders with synthetic rows, and programs that show them."""
+"""Run folders with synthetic rows."""
 
-import contextlib
 import json
 import math
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.report.page import page_html, write_page
-from pretrain.analysis.report.page_data import page_data
-from pretrain.analysis.report.run_table import RunTable
-from tests.support.browser import Browser, Page
-from tests.support.launch import PROGRAM, ROOT
-
 START = 1_795_000_000.0  # seconds
-DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"  # the page has been drawn
 OLD_KEYS = ("step", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm", "loss_scale",
             "skipped_steps", "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu",
             "memory_bytes", "peak_memory_bytes", "eta_seconds")  # of runs before rows had a time
@@ -81,24 +70,14 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-@contextlib.contextmanager
-def watching(*runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start `ds-pretrain report --watch`, and give its process and its address."""
-    process = subprocess.Popen([sys.executable, PROGRAM, "report", *map(str, runs), "--watch"], text=True,
-                               env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().split(" ")[0]
-    finally:
-        process.kill()
-        process.wait()
-
-
-def open_report(browser: Browser, folder: Path, *runs: Path) -> Page:
-    """Write the page of the runs, and open it from its file."""
-    write_page(page_html(page_data([RunTable(run) for run in runs], watch=False)), folder / "report.html")
-    page = browser.page((folder / "report.html").as_uri())
-    page.wait_for("window.report && report.charts.every((chart) => chart.series)")
-    page.run(DRAWN)
-    return page
+def rank_rows(hosts: Sequence[str], steps: Sequence[int], slow: dict[int, float], start: int = 0,
+              **phases: float) -> list[dict[str, Any]]:
+    """Return the header of a start and rows in which ranks are slower in the backward pass by a factor."""
+    rows: list[dict[str, Any]] = [{"start": start, "hosts": list(hosts), "coordinates": [{} for _ in hosts]}]
+    for step in steps:
+        backward = [60 * slow.get(rank, 1.0) for rank in range(len(hosts))]
+        ms = {"data": [1.0] * len(hosts), "forward": [30.0] * len(hosts), "backward": backward,
+              "optimizer": [9.0] * len(hosts), "reduce_wait": [0.0] * len(hosts),
+              "own": [40 + value for value in backward]}
+        rows.append({"step": step, "steps": 1, "ms": ms})
+    return rows

@@ -1,6 +1,12 @@
 // Text for numbers, and elements of the page. Text always enters the page as textContent, never as HTML:
 // the files of a run are not trusted.
 
+/** The parts of the page that extensions bring, by the name of the extension, which is that of their data in `sections`:
+ *  label;  before: (runs) => id of the element after it;  elements: ([[run, its name as a prefix, data]], report) => elements;
+ *  optional: draw: () => nothing, when the size or the colours may have changed;
+ *  results: (data, incident) => [{step, elements}], of steps of an incident that were examined. */
+const SECTIONS = {};
+
 /** Parse JSON. Its objects have no prototype: a key of a run, such as "constructor", then finds only data. */
 function parseData(text) {
   const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);

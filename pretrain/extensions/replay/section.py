@@ -1,11 +1,12 @@
-"""Results of `ds-pretrain replay` (RUN/replays/*/verdict.json), and the flight records that were kept, for the page."""
+"""Results of replays (RUN/replays/*/verdict.json), and the flight records that were kept, for those who read a run."""
 
 import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.report.run_table import as_float
+from pretrain.analysis.run_table import as_float
 from pretrain.errors import escape_controls, shorten
 from pretrain.stored_json import read_object
 
@@ -15,6 +16,31 @@ _LONGEST = 300  # characters of a text
 _PLACES = (("step", "step"), ("ranks", "rank"), ("hosts", "host"), ("layer", "layer"), ("operator", "operator"),
            ("stage", "stage of the step"))
 _KEPT = re.compile(r"step_(\d{1,16})_(\w{1,40})")
+
+
+class Replays:
+    """The results and the kept records of a run, which are read each time: there are few."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    def update(self) -> None:
+        pass
+
+    def state(self) -> str:
+        folders = (self._run / "replays", *(self._run / "replays").glob("*"), self._run / "flight" / "kept")
+        return str(sum(_modified(folder) for folder in folders) % 10**12)
+
+    def data(self) -> dict[str, Any] | None:
+        replays, kept = replays_data(self._run), kept_records(self._run)
+        return {"replays": replays, "kept_records": kept} if replays or kept else None
+
+
+def results(run: Path) -> Iterator[tuple[int, str]]:
+    """Yield the steps that were replayed, and the results, the newest first."""
+    for replay in replays_data(run):
+        if replay["step"] is not None:
+            yield replay["step"], f"replay of step {replay['step']}: {replay['what']} ({replay['certainty']})"
 
 
 def replays_data(run: Path) -> list[dict[str, Any]]:
@@ -58,12 +84,6 @@ def kept_records(run: Path) -> list[dict[str, Any]]:
                 found.append({"step": int(match[1]), "reason": match[2], "folder": f"flight/kept/{path.name}",
                               "files": files})
     return sorted(found, key=lambda record: int(record["step"]), reverse=True)[:_MOST]
-
-
-def state_of_folders(run: Path) -> str:
-    """Return a text that changes when a replay has ended, or a record was kept."""
-    folders = (run / "replays", *(run / "replays").glob("*"), run / "flight" / "kept")
-    return str(sum(_modified(folder) for folder in folders) % 10**12)
 
 
 def _modified(path: Path) -> int:

@@ -1,52 +1,13 @@
-"""Rows that were abandoned, and the reduction of many rows to a few points with the minimum, maximum and mean."""
+"""The reduction of many rows to a few points with the minimum, maximum and mean."""
 
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from pretrain.analysis.report.run_table import Columns
+from pretrain.analysis.run_table import Curves
 
 _MAX_SEGMENTS = 100  # of abandoned rows; the newest are kept
 _DIGITS = 7  # significant digits of the points of reduced curves
-
-
-def kept_rows(training: Columns) -> np.ndarray:
-    """Return a mask of the rows that are the newest of their steps, as `newest_path` selects them.
-
-    A resume or a rollback returns to an earlier step, and then trains later steps again.
-    """
-    return _before(training.column("step"))
-
-
-def _before(steps: np.ndarray) -> np.ndarray:
-    """Return whether each step is less than all that follow."""
-    return steps < _later_minimum(steps)[1:]
-
-
-def _later_minimum(steps: np.ndarray) -> np.ndarray:
-    """Return, for each row and for the end, the lowest step from this row on."""
-    return np.minimum.accumulate(np.append(steps, math.inf)[::-1])[::-1]
-
-
-def kept_evaluations(evaluations: Columns, training: Columns) -> np.ndarray:
-    """Return a mask of the evaluations of which no step was trained again, and no evaluation was repeated, later."""
-    steps = evaluations.column("step")
-    following = np.searchsorted(training.column("line"), evaluations.column("line"))
-    return _before(steps) & (steps < _later_minimum(training.column("step"))[following])
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Points of several curves with common positions on the x axis.
-
-    If rows were reduced, `values` has means, and `low` and `high` have the minimum and the maximum of those keys whose
-    values differ within a point.
-    """
-
-    values: dict[str, np.ndarray]
-    low: dict[str, np.ndarray] = field(default_factory=dict)
-    high: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def reduce_rows(columns: dict[str, np.ndarray], limit: int) -> Curves:

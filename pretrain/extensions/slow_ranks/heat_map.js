@@ -4,6 +4,20 @@
 const HEAT_STOPS = [[1, "--heat-1"], [1.3, "--heat-2"], [2, "--heat-3"], [8, "--heat-4"]];  // ratio, colour
 const HEAT_LEGEND = [1, 1.3, 2, 4];
 
+SECTIONS.slow_ranks = {
+  label: "Ranks by time",
+  maps: [],
+  // a run with slow ranks shows them before its curves
+  before: (runs) => (runs.some((run) => run.incidents.some(({kind}) => kind === "slow_rank")) ? "controls" : "constants"),
+  elements(shown, report) {
+    this.maps = shown.map(([run, name, map]) => new HeatMap(map, `Ranks${name ? ` of ${run.name}` : ""}`, report));
+    return this.maps.map((map) => map.element);
+  },
+  draw() {
+    for (const map of this.maps) map.draw();
+  },
+};
+
 class HeatMap {
   constructor(map, title, report) {
     Object.assign(this, {map, title, report, at: null});

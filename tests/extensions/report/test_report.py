@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pretrain.analysis.report.compare import compare_runs, comparison_lines
-from pretrain.analysis.report.page import json_for_html, page_html
-from pretrain.analysis.report.page_data import page_data
-from pretrain.analysis.report.run_table import RunTable
-from tests.analysis.report.runs import append_rows, record, rows_of, watching, write_run
+from pretrain.analysis.summary import summarize, summary_lines
+from pretrain.extensions.report.compare import compare_runs, comparison_lines
+from pretrain.extensions.report.page import json_for_html, page_html
+from pretrain.extensions.report.page_data import ShownRun, page_data
+from tests.extensions.report.runs import watching
 from tests.support.launch import PROGRAM
+from tests.support.run_folders import append_rows, event, rank_rows, record, rows_of, write_run
 
 
 def report(*words: object) -> subprocess.CompletedProcess[str]:
@@ -77,7 +78,7 @@ def test_data_and_title_cannot_be_code_and_scripts_are_named_by_their_hash(tmp_p
     text = json_for_html({"</script>": "<!--", "&": "\u2028\ud800"})
     assert not set("<>&\u2028\ud800") & set(text)
     assert json.loads(text) == {"</script>": "<!--", "&": "\u2028\ud800"}
-    page = page_html(page_data([RunTable(write_run(tmp_path / "<b>", []))], watch=False))
+    page = page_html(page_data([ShownRun(write_run(tmp_path / "<b>", []))], watch=False))
     assert "<title>&lt;b&gt;" in page
     assert re.search(r"default-src 'none'; script-src 'sha256-[\w+/=]+'; style-src 'sha256-[\w+/=]+'; img-src data:; "
                      "base-uri", page)
@@ -126,3 +127,11 @@ def test_the_server_answers_to_its_own_names_only(runs: tuple[Path, Path]) -> No
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=60)
         assert (process.returncode, output.strip(), errors) == (0, "", "")
+
+
+def test_the_page_of_a_healthy_run_stays_small(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rows_of([1, 2, 3]), [event("start", 0), event("stop", 3, "finished")], [record()])
+    append_rows(run / "rank_times.jsonl", rank_rows(["a"] * 4, range(1, 200), {}))
+    text = page_html(page_data([ShownRun(run)], watch=False))
+    assert len(text) < 150_000
+    assert "what went wrong" not in "\n".join(summary_lines(summarize(run)))

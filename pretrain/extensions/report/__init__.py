@@ -1,0 +1,1 @@
+"""The page with the curves of runs: `ds-pretrain report`."""
