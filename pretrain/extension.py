@@ -101,6 +101,20 @@ class Section(Protocol):
 
 
 @dataclass(frozen=True)
+class Models:
+    """Models of which no family of this package is the implementation, by the model_type of their config.json."""
+
+    which: str  # in rejections of other ones: "another model of ..."
+    model_types: str  # "module:function": () -> their model types; imports no torch
+    # "module:function": (values of the config.json, where, overrides) -> ModelConfig, with an implementation of the
+    # protocol in pretrain/model/implementation.py; raises ConfigError
+    read: str
+
+
+_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "around", "secrets")  # functions of an Extension
+
+
+@dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
 
@@ -143,6 +157,7 @@ class Extension:
     advice: Mapping[str, str] = field(default_factory=dict)  # situation of the core -> what to do: see `advice_on`
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""
     # (record of run.json, events) -> expected losses of any run, or None: see monitor/expected.py
@@ -184,7 +199,9 @@ class Extension:
 
     def is_used(self, args: "RunArguments") -> bool:
         """Return whether a run uses the extension: see above."""
-        return self.is_always_used or not self.flags or any(args.extensions.get(name, each.default) != each.default
+        if not self.flags:
+            return any(getattr(self, each) for each in _OF_A_RUN)
+        return self.is_always_used or any(args.extensions.get(name, each.default) != each.default
                                      for name, each in self.flags.items())
 
     def digest(self) -> str:

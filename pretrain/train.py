@@ -99,10 +99,8 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
             avoid_compiler_imports()
         from pretrain.memory.memory_watch import MemoryWatch, advice, print_advice
         from pretrain.trainer import train  # imports torch and deepspeed
-        if world.rank == 0 and plan.model.described:
-            status("comparing a tiny copy of the model with transformers")
-            from pretrain.model.proof.prove import prove_described
-            prove_described(plan.model, plan.layout.precision)
+        if world.rank == 0:
+            plan.model.implementation.prove(plan.model, plan.layout.precision, status)
 
     watch = MemoryWatch.before_build(plan, world)
     try:

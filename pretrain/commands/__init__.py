@@ -24,8 +24,6 @@ COMMANDS = {
                           f"{_HERE}.quickstart"),
     "reproduce": Command(_RUN, "train a recipe, and compare its result with the published one",
                          f"{_HERE}.reproduce.main"),
-    "models": Command(_BEFORE, "list families and presets; prove which decoders train",
-                      f"{_HERE}.models.main"),
     "check": Command(_BEFORE, "validate a run without training", f"{_HERE}.check"),
     "compare": Command(_BEFORE, "compare layouts: memory, step time, cost", "pretrain.memory.compare.compare_zero"),
     "doctor": Command(_BEFORE, "examine this machine or all hosts: versions, GPUs, disks", f"{_HERE}.doctor"),

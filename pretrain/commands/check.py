@@ -133,15 +133,6 @@ def _more_flops(plan: Plan) -> str:
     return f"; {more:.1%} more FLOPs" if more else ""
 
 
-def _proof_text(plan: Plan) -> str:
-    """Prove that a model of transformers' modules trains as transformers' own. Raises ConfigError if it does not."""
-    from pretrain.model.proof.prove import prove_described
-
-    proof = prove_described(plan.model, plan.layout.precision)
-    return f"on a tiny copy of {counted(proof.num_layers, 'layer')}, the loss and {proof.num_gradients} gradients " \
-           "are those of transformers"
-
-
 def device_of(kind: str | None, gpu: str | None) -> Device:
     """Return the device that the flags name, with the memory of --gpu. Raises ConfigError."""
     if gpu is None:
@@ -176,8 +167,8 @@ def main(argv: list[str] | None = None) -> None:
     if resume is not None:
         kind = "branch" if resume.branch else "resume"
         lines.append(f"{kind:<11}from {resume.folder}")
-    if plan.model.described:
-        lines.append(f"{'proof':<11}{_proof_text(plan)}")
+    if proof := plan.model.implementation.prove(plan.model, plan.layout.precision):
+        lines.append(f"{'proof':<11}{proof}")
     remarks = plan_remarks(plan, device, warnings=start.warnings)
     print_rows([*lines, *(f"{kind:<11}{remark}" for kind, remark in remarks)], indent=11)
     for line in next_line(after_check(rest, world_size=known.world_size, device=device.kind)):

@@ -34,7 +34,7 @@ from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
-from pretrain.model.general.own_models import MODEL_CODE_HELP, imported_model_code
+from pretrain.model.own_models import MODEL_CODE_HELP, imported_model_code
 from pretrain.paths import check_file
 from pretrain.terminal import clear_status, status
 

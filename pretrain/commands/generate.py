@@ -17,7 +17,7 @@ from pretrain.cli import Parser, number, path, path_text, say, text, whole_numbe
 from pretrain.distributed.device import detect_device
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
-from pretrain.model.general.own_models import MODEL_CODE_HELP, imported_model_code
+from pretrain.model.own_models import MODEL_CODE_HELP, imported_model_code
 
 if TYPE_CHECKING:  # these import torch
     from pretrain.analysis.generate.decode import LoadedModel, Sampling

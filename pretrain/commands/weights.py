@@ -19,7 +19,7 @@ from pretrain.checkpoint.format.verify import reject_damaged
 from pretrain.cli import Parser, number, path, path_text, whole_number
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.errors import ConfigError
-from pretrain.model.general.own_models import MODEL_CODE_HELP, imported_model_code
+from pretrain.model.own_models import MODEL_CODE_HELP, imported_model_code
 
 _FORMATS = {
     "transformers": "weights, config, tokenizer and a model card, for from_pretrained",

@@ -159,7 +159,7 @@ class Layout:
         """True below ZeRO stage 2: DeepSpeed's PipelineModule supports stages 0 and 1 only.
 
         Its engine does not support sequence parallelism (0.19.8: it ignores it). With expert parallelism, the plain
-        module is used where it can be: earlier versions of this program wrote its files.
+        module is used where it can be: it needs no pipeline of one stage.
         """
         return self.zero_stage < 2 and self.sequence_parallel_size == 1 and \
             (self.expert_parallel_size == 1 or self.pipeline_stages > 1)

@@ -10,7 +10,6 @@ from typing import Any
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config, model_config_from
-from pretrain.model.config_keys import IGNORED
 from pretrain.model.families import FAMILIES
 from pretrain.model.init_methods import METHODS_WITH_STD, Initialization, is_embedding
 
@@ -76,14 +75,14 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
         model, overrides: values of --model and --model_overrides.
     """
     notes = []
-    if saved.described or run.described:
+    theirs, own = (config.implementation.settings(config) for config in (saved, run))
+    if theirs or own:  # not all of them are fields
         _check_same_shapes(saved, run, folder=folder, model=model)
-        keys = sorted({*saved.hf_config, *run.hf_config} - IGNORED)  # not all of them are fields
-        notes += [f"{key}: {run.hf_config.get(key)} in this run, {saved.hf_config.get(key)} in the model of {folder}"
-                  for key in keys if run.hf_config.get(key) != saved.hf_config.get(key)]
+        notes += [f"{key}: {own.get(key)} in this run, {theirs.get(key)} in the model of {folder}"
+                  for key in sorted({*theirs, *own}) if own.get(key) != theirs.get(key)]
     for field, value in vars(saved).items():
         key, current = run.key(field), getattr(run, field)
-        if current == value or field in ("hf_config", "architecture", "key_names", "described"):
+        if current == value or field in ("hf_config", "architecture", "key_names", "implementation"):
             continue
         if field not in _MAY_DIFFER or (field == "max_positions" and run.position == "learned"):
             flag = f"--model {model}" if model and key not in (overrides or "") else "--model_overrides"
@@ -91,7 +90,7 @@ def check_same_parameters(saved: ModelConfig, run: ModelConfig, *, folder: Path,
                               expected=f"{_given(saved, field, value)}, as in the weights of {folder}",
                               remedy=_NOT_EXTENDED if field == "vocab_size" else "leave --model out to use the model "
                               "of the weights, and override only settings that fit the same weights")
-        if not run.described:
+        if not own:
             notes.append(f"{key}: {current} in this run, {value} in the model of {folder}")
     return notes
 

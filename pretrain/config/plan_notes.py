@@ -15,9 +15,9 @@ from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.errors import format_number
 from pretrain.extension import notes_of_extensions
-from pretrain.model.config import find_config, preset_names, unread_keys
-from pretrain.model.general.own_models import is_model_code
+from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
+from pretrain.model.own_models import is_model_code
 from pretrain.model.tensor_core_sizes import size_notes
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "checkpoints/global_step*")
@@ -228,12 +228,7 @@ def _recipe_notes(plan: Plan) -> list[str]:
 def _speed_notes(plan: Plan) -> list[str]:
     """Note which faster operators cannot be used, and why."""
     notes, args, model = [], plan.args, plan.model
-    if model.described:
-        notes.append(f"{model.architecture} is trained with the model's own modules: without tensor and sequence "
-                     "parallelism and this program's kernels" +
-                     (", so that --plain_operators has no effect" if args.plain_operators else ""))
-        if unread := unread_keys(model):
-            notes.append(f"{model.architecture} of transformers has no such key, and ignores it: {', '.join(unread)}")
+    notes += model.implementation.notes(plan)
     layout = plan.layout
     if plan.device.kind == "cuda" and layout.zero_stage == 2 and layout.data_parallel_size > 1 and \
             plan.get("zero_optimization.overlap_comm") is None:

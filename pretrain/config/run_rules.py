@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pretrain.config import layout_rules
 from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, SMALLEST_EPS, Optimizer
-from pretrain.config.feature_rules import determinism, fp8, general_family
+from pretrain.config.feature_rules import determinism, fp8
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
 from pretrain.config.plan import Plan
 from pretrain.model.init_methods import width_multiplier
@@ -261,8 +261,13 @@ def mup(run: Plan) -> Iterator[Rule]:
                "--mup_base_width needs several", remedy='remove the "scheduler" block, and use --lr_schedule')
 
 
+def of_model(run: Plan) -> Iterable[Rule]:
+    """Settings that the code of the model excludes."""
+    return run.model.implementation.rules(run)
+
+
 SUBJECTS = (
-    general_family, layout_rules.degrees_together, layout_rules.parts_of_matrices, layout_rules.models_with_experts,
+    of_model, layout_rules.degrees_together, layout_rules.parts_of_matrices, layout_rules.models_with_experts,
     layout_rules.expert_parallelism, layout_rules.pipeline_partition, layout_rules.precision_of_device,
     layout_rules.zero_and_offload, layout_rules.gradients_and_master_weights, optimizer_of_device, muon,
     optimizer_params, layout_rules.loss_scale, layout_rules.nvme_here, layout_rules.operators_without_nvcc,

@@ -26,7 +26,7 @@ from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements
 from pretrain.errors import ConfigError
 from pretrain.extension import inputs_of_extensions, rules_of
-from pretrain.model.general.own_models import import_own_model
+from pretrain.model.own_models import import_own_model
 
 
 def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None,

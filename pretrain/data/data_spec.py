@@ -203,7 +203,7 @@ def planned_samples(*, train_steps: int, eval_interval: int, eval_steps: int, gl
 
 
 def recorded_data_spec(flags: Mapping[str, Any]) -> DataSpec:
-    """Return the data of an earlier run from the flags in its run.json. Earlier versions recorded fewer flags.
+    """Return the data of an earlier run from the flags in its run.json; a flag that is not there has its default.
 
     Raises ConfigError for a run with --dataset_module: no record of a run makes a tool import code. Raises it, too, for
     data at a URL that the user has not allowed, and takes no folder for copies of data from the record.

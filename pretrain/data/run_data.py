@@ -184,7 +184,7 @@ def _marker_notes(sources: list[tuple[str, IndexedDataset]]) -> tuple[str, ...]:
     for where, source in sources:
         meta = source.meta
         for key, place in (("bos_token", "begin"), ("eod_token", "end")):
-            if key not in meta:  # files of earlier versions or of other programs
+            if key not in meta:  # files of other programs
                 continue
             there, token = first.setdefault(key, (where, meta[key]))
             if token != meta[key]:

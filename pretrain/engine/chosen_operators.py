@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.model.config import ModelConfig
-from pretrain.model.general.decoder import decoder_of
 from pretrain.model.kernels.cpu.choice import fastest_choice, parse_choice, right_in_c, set_choice
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, reject_flex, why_not_flex
@@ -82,8 +81,8 @@ def choose_attention(plan: Plan, device: torch.device) -> str:
 
     All ranks choose the same ones. If a kernel fails or has other results than separate operators, it is not used.
     """
-    if plan.model.described:
-        return f"{decoder_of(plan.model).model.config._attn_implementation} of transformers"
+    if chosen := plan.model.implementation.attention_name(plan.model):
+        return chosen
     reject_flex("--plain_operators" if plan.args.plain_operators else "")
     found = []
     for window in dict.fromkeys(plan.model.window(index) for index in range(plan.model.num_layers)):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
+from pretrain.extension import extensions
 from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config_keys import (
     NotTrainedHereError,
@@ -24,7 +25,8 @@ from pretrain.model.config_keys import (
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 from pretrain.model.families.family import listing
-from pretrain.model.general.own_models import default_values, is_model_code, own_model, their_model_types
+from pretrain.model.family_model import FamilyModel
+from pretrain.model.own_models import default_values, is_model_code
 
 PRESETS = Path(__file__).parent / "presets"
 # Upper limits, far beyond any model. They prevent lists or tables of absurd size.
@@ -117,20 +119,8 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
 
 def _read_model(values: dict[str, Any], where: str, overrides: str | None) -> ModelConfig:
     architecture = values.get("model_type")
-    is_other = isinstance(architecture, str) and architecture not in FAMILIES
-    others = their_model_types() if is_other else frozenset()
-    if is_other and (own_model(architecture) is not None or architecture in others):
-        from pretrain.model.general.read import general_config
-
-        return general_config(values, where, overrides)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        found = "nothing" if architecture is None else json.dumps(architecture)
-        remedy = "--model_code my_model:MyConfig names your own code for this model_type" + \
-            (": the code of the auto_map is never run" if "auto_map" in values else "")
-        raise NotTrainedHereError(
-            f"{where}: model_type", found=found, expected=f"one of {listing(FAMILIES)}, or another causal language "
-            "model of transformers", remedy=remedy if architecture else "",
-            word=str(architecture).lower().replace("-", "_"), known=[*FAMILIES, *sorted(others)])
+        return _read_other(values, where, overrides)
     check_model_keys(values, architecture, where)
     changed = parse_overrides(overrides, architecture, values) if overrides else {}
     values = {**values, **changed}
@@ -138,16 +128,29 @@ def _read_model(values: dict[str, Any], where: str, overrides: str | None) -> Mo
     check_model_types(values, architecture, where)
     family = FAMILIES[architecture]
     config = ModelConfig(architecture=architecture, hf_config=copy.deepcopy(values), key_names=family.key_names,
-                         **family.read_fields(values, where))
+                         implementation=FamilyModel(), **family.read_fields(values, where))
     _check_sizes(config, where)
     return config
 
 
-def unread_keys(config: ModelConfig) -> list[str]:
-    """Return the keys of a described model's config.json that neither this program nor transformers reads."""
-    from pretrain.model.general.read import unread_keys
-
-    return unread_keys(config.hf_config)
+def _read_other(values: dict[str, Any], where: str, overrides: str | None) -> ModelConfig:
+    """Return the config of a model without a family, if an extension has its implementation."""
+    architecture, known, others = values.get("model_type"), list(FAMILIES), []
+    for extension in extensions():
+        if extension.models is None:
+            continue
+        others.append(extension.models.which)
+        types = extension.load(extension.models.model_types)() if isinstance(architecture, str) else ()
+        if architecture in types:
+            config: ModelConfig = extension.load(extension.models.read)(values, where, overrides)
+            return config
+        known += sorted(types)
+    remedy = "--model_code my_model:MyConfig names your own code for this model_type" + \
+        (": the code of the auto_map is never run" if "auto_map" in values else "")
+    raise NotTrainedHereError(
+        f"{where}: model_type", found="nothing" if architecture is None else json.dumps(architecture),
+        expected=", or ".join([f"one of {listing(FAMILIES)}", *others]),
+        remedy=remedy if architecture and others else "", word=str(architecture).lower().replace("-", "_"), known=known)
 
 
 def _check_sizes(config: ModelConfig, where: str) -> None:

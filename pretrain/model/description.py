@@ -20,18 +20,18 @@ These are queries on the description:
 | what a layer keeps for the backward pass | operator_memory.py and attention_memory.py; their sum: layer_memory.py |
 | memory and predicted time of a layout | pretrain/memory/, which has no other description of a model |
 
-The layers of a model without a family are found in transformers' own model (general/) and given to ModelConfig
-(`described`); the queries are the same.
-
-A new kind of block: its choice is a field of ModelConfig, its parameters stand in `_block_parameters`, layers/ computes
-it, and layer_memory.py says what it keeps.
+What only the code of a model can say is asked of `ModelConfig.implementation` (implementation.py): its layers are those
+of a family (family_layers.py), or those of a decoder of transformers that is wrapped. The queries are the same.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import gcd, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pretrain.model.implementation import Implementation
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Parameter:
     split_dim: int | None = None  # dimension that tensor-parallel ranks divide; None: each rank has all of it
     segments: tuple[int, ...] = ()  # sizes of the parts of that dimension of which each rank has a range
     experts_per_token: int = 0  # above 0: the first dimension counts experts, and a token passes this many of them
-    is_frozen: bool = False  # no gradient and no weight decay: sinusoidal positions of a described layer
-    active: int | None = None  # of a described layer with experts: elements that process a token
+    is_frozen: bool = False  # no gradient and no weight decay: sinusoidal positions of a wrapped layer
+    active: int | None = None  # of a wrapped layer with experts: elements that process a token
 
     @property
     def is_expert(self) -> bool:
@@ -88,8 +88,8 @@ class Layer:
     tied: bool = False  # whether embedding and head share the matrix
     window: int = 0  # of a block: number of latest tokens that a query sees, with its own; 0: all tokens
     has_experts: bool = False  # of a block: experts instead of an MLP
-    their_names: tuple[str, ...] = ()  # of a described layer: names of its parameters in transformers' model
-    # of a described layer: buffers that belong to the model's state, and their names in transformers' model
+    their_names: tuple[str, ...] = ()  # of a wrapped layer: names of its parameters in transformers' model
+    # of a wrapped layer: buffers that belong to the model's state, and their names in transformers' model
     buffers: tuple[Parameter, ...] = ()
     their_buffers: tuple[str, ...] = ()
 
@@ -129,6 +129,7 @@ class ModelConfig:
     hf_config: dict[str, Any] = field(hash=False)  # the config.json with overrides applied
     # field -> key of the config.json, where the two differ
     key_names: Mapping[str, str] = field(hash=False, compare=False)
+    implementation: "Implementation" = field(hash=False, repr=False)  # the code of the model
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -168,9 +169,7 @@ class ModelConfig:
     shared_expert_gate: bool = False  # multiply the shared expert's output by sigmoid(gate(x))
     dense_layers: frozenset[int] = frozenset()  # in a model with experts: indices of the blocks that have an MLP
     router_aux_loss: float = 0.0  # coefficient of the load-balancing loss
-    # layers that were found in transformers' own model (general/); empty for a model of families/
-    described: tuple[Layer, ...] = field(default=(), repr=False)
-    padding_token: int | None = None  # of a described model: the token whose vector transformers does not train
+    padding_token: int | None = None  # of a wrapped model: the token whose vector transformers does not train
 
     def key(self, name: str) -> str:
         """Return the config.json key of a field, such as `n_layer` for `num_layers` of gpt2."""
@@ -195,7 +194,7 @@ class ModelConfig:
 
     def layers(self) -> tuple[Layer, ...]:
         """List the layers: embedding, its norm and learned positions if any, blocks, final norm, head."""
-        return _layers(self)
+        return self.implementation.layers(self)
 
     def blocks(self) -> tuple[Layer, ...]:
         """List the blocks."""
@@ -216,14 +215,14 @@ class ModelConfig:
             blocks += layer.kind == "block"
 
     def their_names(self) -> Iterator[str]:
-        """Yield the names in transformers' model of the parameters of described layers, as `named_parameters` does."""
-        for layer in self.described:
+        """Yield the names in transformers' model of the parameters of wrapped layers, as `named_parameters` does."""
+        for layer in self.layers():
             if layer.kind != "head" or not layer.tied:
                 yield from layer.their_names
 
     def named_buffers(self) -> Iterator[tuple[str, str, Parameter]]:
-        """Yield the buffers of described layers with their names in checkpoints and in transformers' model."""
-        for index, layer in enumerate(self.described):
+        """Yield the buffers of wrapped layers with their names in checkpoints and in transformers' model."""
+        for index, layer in enumerate(self.layers()):
             for buffer, theirs in zip(layer.buffers, layer.their_buffers, strict=True):
                 yield f"{index}.{buffer.name}", theirs, buffer
 
@@ -254,90 +253,3 @@ def local_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> int:
     """
     own_heads = num_heads // size
     return own_heads // gcd(num_heads // num_kv_heads, own_heads)
-
-
-@lru_cache(maxsize=256)
-def _layers(config: ModelConfig) -> tuple[Layer, ...]:
-    if config.described:
-        return config.described
-    tied, vocabulary = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
-    embedding = Parameter("embedding", vocabulary, 0, vocabulary[:1])
-    layers = [Layer("embedding", "TokenEmbedding", (embedding,), tied)]
-    if config.embedding_norm:  # a layer of its own, because all stages of a pipeline build the tied embedding
-        layers.append(Layer("norm", "EmbeddingNorm", tuple(_norm(config, "norm"))))
-    if config.position == "learned":
-        positions = Parameter("embedding", (config.max_positions, config.hidden_size))
-        layers.append(Layer("positions", "PositionEmbedding", (positions,)))
-    kinds = [(config.window(index), config.has_experts(index)) for index in range(config.num_layers)]
-    blocks = {(window, experts): Layer("block", "Block", tuple(_block_parameters(config, experts)), window=window,
-                                       has_experts=experts) for window, experts in dict.fromkeys(kinds)}
-    layers += [blocks[kind] for kind in kinds]
-    layers.append(Layer("norm", "FinalNorm", tuple(_norm(config, "norm"))))
-    if tied:
-        return (*layers, Layer("head", "TokenEmbedding", (embedding,), tied))
-    head = tuple(_column_parallel("lm_head", config.hidden_size, vocabulary[:1], bias=config.head_bias))
-    return (*layers, Layer("head", "LossHead", head))
-
-
-def _block_parameters(config: ModelConfig, has_experts: bool) -> Iterator[Parameter]:
-    """Yield the parameters of a block. layers/block.py has the norms, attention and MLP whose parameters are here."""
-    hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
-    query, key = heads * config.head_size, kv_heads * config.head_size
-    if config.pre_norm:
-        yield from _norm(config, "norm1")
-    yield from _column_parallel("attention.qkv", hidden, (query, key, key), bias=config.qkv_bias)
-    if config.qk_norm:
-        over_all_heads = config.qk_norm == "all"
-        for name, size in (("q_norm", query), ("k_norm", key)):
-            yield from _norm(config, f"attention.{name}", size if over_all_heads else config.head_size,
-                             is_split=over_all_heads)
-    yield from _row_parallel("attention.out", query, hidden, bias=config.attention_out_bias)
-    if config.post_norm:
-        yield from _norm(config, "post_norm1")
-    if config.pre_norm and not config.shared_norm:
-        yield from _norm(config, "norm2")
-    yield from _experts(config) if has_experts else _mlp(config, "mlp", config.intermediate_size)
-    if config.post_norm:
-        yield from _norm(config, "post_norm2")
-
-
-def _norm(config: ModelConfig, name: str, size: int = 0, *, is_split: bool = False) -> Iterator[Parameter]:
-    """Yield the parameters of a norm over `size` elements; 0: over hidden_size. `is_split`: ranks divide them."""
-    size = size or config.hidden_size
-    split: tuple[int | None, tuple[int, ...]] = (0, (size,)) if is_split else (None, ())
-    yield Parameter(f"{name}.weight", (size,), *split)
-    if config.norm == "layernorm" and config.norm_bias:
-        yield Parameter(f"{name}.bias", (size,), *split)
-
-
-def _column_parallel(name: str, inputs: int, segments: tuple[int, ...], *, bias: bool) -> Iterator[Parameter]:
-    """Yield the parameters of a linear layer of which each rank computes a range of each segment of the outputs."""
-    outputs = sum(segments)
-    yield Parameter(f"{name}.weight", (outputs, inputs), 0, segments)
-    if bias:
-        yield Parameter(f"{name}.bias", (outputs,), 0, segments)
-
-
-def _row_parallel(name: str, inputs: int, outputs: int, *, bias: bool) -> Iterator[Parameter]:
-    """Yield the parameters of a linear layer of which each rank has a range of the inputs; all ranks have the bias."""
-    yield Parameter(f"{name}.weight", (outputs, inputs), 1, (inputs,))
-    if bias:
-        yield Parameter(f"{name}.bias", (outputs,))
-
-
-def _mlp(config: ModelConfig, name: str, inner: int) -> Iterator[Parameter]:
-    for part in ("gate", "up") if config.gated_mlp else ("up",):
-        yield from _column_parallel(f"{name}.{part}", config.hidden_size, (inner,), bias=config.mlp_bias)
-    yield from _row_parallel(f"{name}.down", inner, config.hidden_size, bias=config.mlp_bias)
-
-
-def _experts(config: ModelConfig) -> Iterator[Parameter]:
-    """Yield the parameters of a router, of the experts [experts, outputs, inputs], and of the shared expert."""
-    count, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    yield Parameter("mlp.router.weight", (count, hidden))
-    for part, outputs, inputs in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-        yield Parameter(f"mlp.experts.{part}", (count, outputs, inputs), experts_per_token=config.experts_per_token)
-    if config.shared_expert_size:
-        yield from _mlp(config, "mlp.shared_expert", config.shared_expert_size)
-        if config.shared_expert_gate:
-            yield Parameter("mlp.shared_expert_gate.weight", (1, hidden))

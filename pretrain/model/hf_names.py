@@ -40,7 +40,7 @@ class TensorRule:
     @property
     def is_stacked(self) -> bool:
         """True if the parameter stacks the matrices of all experts. Each of them is one of `theirs`."""
-        return len(self.shape) == 3 and bool(self.their_rows)  # parameters of described layers can have 3 dimensions
+        return len(self.shape) == 3 and bool(self.their_rows)  # parameters of wrapped layers can have 3 dimensions
 
     def their_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shape of each tensor in `theirs`."""
@@ -55,9 +55,16 @@ class TensorRule:
 
 def tensor_rules(config: ModelConfig) -> list[TensorRule]:
     """List the rules of all parameters, in the order of layer_specs.py, without a tied head."""
-    if config.described:
-        return [TensorRule(ours, parameter.shape, (theirs,))
-                for (ours, parameter), theirs in zip(config.named_parameters(), config.their_names(), strict=True)]
+    return config.implementation.tensor_rules(config)
+
+
+def name_in_module(name: str, config: ModelConfig) -> str:
+    """Return the parameter of transformers' model that a tensor of a model becomes, experts excepted."""
+    return config.implementation.name_in_module(config, name)
+
+
+def family_rules(config: ModelConfig) -> list[TensorRule]:
+    """List the rules of a model of families/."""
     names, rules = FAMILIES[config.architecture].names, []
     by_layer = {"embedding": names.embedding, "positions": names.positions, "EmbeddingNorm": names.embedding_norm,
                 "FinalNorm": names.final_norm}
@@ -95,13 +102,11 @@ def is_buffer(name: str) -> bool:
 
 
 def names_in_model(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
-    """Map each name in weights files to the name in transformers' model with a head. Buffers are left out.
+    """Map names in weights files of a family to those in transformers' model with a head. Buffers are left out.
 
     If no name has the family's prefix, the files are the base model's, which has no prefix.
     """
     names = list(names)
-    if config.described:
-        return {name: name for name in names}
     family = FAMILIES[config.architecture].names
     prefixed = any(name.startswith(family.prefix) for name in names)
     result = {}
@@ -116,15 +121,13 @@ def names_in_model(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
 
 def name_in_files(name: str, config: ModelConfig) -> str:
-    """Return the name that transformers gives a tensor of a model in weights files."""
-    head = "" if config.described else FAMILIES[config.architecture].names.head_in_files
+    """Return the name that transformers gives a tensor of a family's model in weights files."""
+    head = FAMILIES[config.architecture].names.head_in_files
     return f"{head}." + name.removeprefix("lm_head.") if head and name.startswith("lm_head.") else name
 
 
-def name_in_module(name: str, config: ModelConfig) -> str:
-    """Return the parameter of transformers' model that a tensor of a model becomes, experts excepted."""
-    if config.described:
-        return name
+def family_name_in_module(name: str, config: ModelConfig) -> str:
+    """Return what `name_in_module` returns for a model of families/."""
     return _renamed_router(name_in_files(name, config) if _head_is_as_in_files() else name)
 
 

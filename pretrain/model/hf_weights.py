@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from pretrain.model.description import ModelConfig
-from pretrain.model.hf_names import HEAD, TensorRule, name_in_module, stacked_in_module, tensor_rules
+from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
 
 State = dict[str, torch.Tensor]
 
@@ -85,8 +85,8 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
     result: State = {}
     for together in rules_by_module_tensors(config):
         result |= module_tensors(together, [state[rule.ours] for rule in together], config)
-    if config.tie_word_embeddings and not config.described:  # transformers ties the head of a described model itself
-        result[name_in_module(HEAD, config)] = result[rules[0].theirs[0]]
+    if config.tie_word_embeddings:
+        result[name_in_module(config.implementation.head_name(config), config)] = result[rules[0].theirs[0]]
     return result
 
 

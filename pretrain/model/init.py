@@ -37,9 +37,11 @@ def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int,
 
     Under ZeRO-3 the call is collective, and the first rank of each partition group computes the values.
     """
-    if config.described:
-        _initialize_described(module, config, seed)
-        return
+    config.implementation.initialize(module, config, seed=seed, how=how)
+
+
+def initialize_family(module: nn.Module, config: ModelConfig, *, seed: int, how: Initialization) -> None:
+    """Do this for a model of families/."""
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "ds_id"):
             _fill_partitioned(name, parameter, config, seed, how)
@@ -65,27 +67,3 @@ def _fill_partitioned(name: str, parameter: nn.Parameter, config: ModelConfig, s
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
         if deepspeed.comm.get_rank(parameter.ds_process_group) == 0:  # type: ignore[attr-defined]
             parameter.copy_(_own_values(name, parameter, config, seed, how))
-
-
-def _initialize_described(module: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill the parameters layer by layer, because a model of transformers draws the values of a layer together."""
-    import deepspeed
-
-    from pretrain.model.general.decoder import decoder_of
-
-    decoder, own = decoder_of(config), dict(module.named_parameters())
-    for index, layer in enumerate(config.layers()):
-        prefix = "tied_modules.embed" if layer.tied else str(index)
-        parameters = {each.name: own[f"{prefix}.{each.name}"] for each in layer.parameters
-                      if f"{prefix}.{each.name}" in own}
-        if not parameters or (layer.tied and layer.kind == "head"):
-            continue
-        partitioned = [each for each in parameters.values() if hasattr(each, "ds_id")]
-        first = not partitioned or \
-            deepspeed.comm.get_rank(partitioned[0].ds_process_group) == 0  # type: ignore[attr-defined]
-        values = decoder.initial_values(layer, index, seed) if first else {}
-        for name, parameter in parameters.items():
-            with deepspeed.zero.GatheredParameters([parameter] if partitioned else [], modifier_rank=0), \
-                    torch.no_grad():
-                if first:
-                    parameter.copy_(values[name])

@@ -18,9 +18,8 @@ from deepspeed.utils import logger, set_z3_leaf_modules
 from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
-from pretrain.model.description import Layer as Described
+from pretrain.model.description import Layer as LayerDescription
 from pretrain.model.description import ModelConfig
-from pretrain.model.general.specs import general_specs
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.norm import EmbeddingNorm, FinalNorm
@@ -60,7 +59,7 @@ def _ropes(config: ModelConfig) -> list[Rope | None]:
 def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False,
                 loss: TrainingLoss | None = None, recompute: Recompute = _KEEP_ALL,
                 groups: ParallelGroups = NO_GROUPS) -> list[LayerSpec]:
-    """List the specs of the described layers (ModelConfig.layers).
+    """List the specs of the layers (ModelConfig.layers).
 
     Each layer takes one tensor; PositionEmbedding and Block also take the documents by name, if there are any.
 
@@ -71,8 +70,13 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
         loss: the loss that the head computes; None: the cross-entropy.
         groups: the ranks that share matrices, sequences and experts.
     """
-    if config.described:
-        return general_specs(config, ends_in_loss=ends_in_loss, loss=loss, recompute=recompute)
+    return config.implementation.specs(config, ends_in_loss=ends_in_loss, plain_operators=plain_operators, loss=loss,
+                                       recompute=recompute, groups=groups)
+
+
+def family_specs(config: ModelConfig, *, ends_in_loss: bool, plain_operators: bool, loss: TrainingLoss | None,
+                 recompute: Recompute, groups: ParallelGroups) -> list[LayerSpec]:
+    """List the specs of a model of families/."""
     settings: dict[str, Any] = {"plain_operators": plain_operators, "groups": groups}
     specs: list[LayerSpec] = []
     blocks = iter(enumerate(_ropes(config)))
@@ -91,7 +95,7 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
     return specs
 
 
-def _vocabulary_spec(config: ModelConfig, layer: Described, loss: TrainingLoss | None, groups: ParallelGroups, *,
+def _vocabulary_spec(config: ModelConfig, layer: LayerDescription, loss: TrainingLoss | None, groups: ParallelGroups, *,
                      ends_in_loss: bool) -> LayerSpec:
     """Return the spec of the token embedding, or of the head."""
     if not layer.tied:

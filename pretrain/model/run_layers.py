@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.model.general.modules import DecoderLayer
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.vocabulary import PositionEmbedding
@@ -40,13 +39,14 @@ def run_layers(layers: list[Layer], x: torch.Tensor, documents: Documents | None
 def _groups(layers: list[Layer], recompute: Recompute) -> Iterator[tuple[list[Layer], bool]]:
     """Divide the layers into groups, each with whether it is recomputed.
 
-    A group without a block is not recomputed: embeddings, norm and head save little more than their outputs.
+    A group without a block is not recomputed: embeddings, norm and head save little more than their outputs. A block
+    has an attribute `recompute`, what is recomputed of it.
     """
     size = recompute.interval or (1 if recompute.part == "blocks" else max(1, len(layers)))
     for start in range(0, len(layers), size):
         group = layers[start : start + size]
-        blocks = [layer for layer in group if isinstance(layer, (Block, DecoderLayer))]
-        yield group, bool(blocks) and (recompute.interval > 0 or blocks[0].recompute == "blocks")
+        parts = [getattr(layer, "recompute") for layer in group if hasattr(layer, "recompute")]  # noqa: B009 (mypy)
+        yield group, bool(parts) and (recompute.interval > 0 or parts[0] == "blocks")
 
 
 def _run(layers: list[Layer], x: torch.Tensor, documents: Documents | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import printable, shorten
-from pretrain.model.general.own_models import is_model_code
+from pretrain.model.own_models import is_model_code
 from pretrain.monitor.repeatable import (
     OWN_CODE,
     directory_of,

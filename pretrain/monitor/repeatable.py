@@ -119,17 +119,14 @@ def repeated_variables(record: dict[str, Any]) -> dict[str, str]:
 
 
 def repeated_config(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of a start as it was given, without monitors, reports and folders.
-
-    That of an older version, whose record lacks the JSON as it was given, is the completed one.
-    """
-    config = record.get("given_deepspeed_config") or record["deepspeed_config"]
+    """Return the DeepSpeed JSON of a start as it was given, without monitors, reports and folders."""
+    config = record["given_deepspeed_config"]
     return {name: _without_folders(value) for name, value in config.items() if name in REPEATED_BLOCKS}
 
 
 def left_out_blocks(record: dict[str, Any]) -> list[str]:
     """Return the names of the blocks of the DeepSpeed JSON that are not repeated."""
-    config = record.get("given_deepspeed_config") or record["deepspeed_config"]
+    config = record["given_deepspeed_config"]
     return [str(name) for name in config if name not in REPEATED_BLOCKS]
 
 

@@ -26,13 +26,13 @@ from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config, model_config_from
-from tests.support.general_models import GENERAL_MODELS, published
 from tests.support.generation import LETTERS, GenerateTool, text_of, write_letters
 from tests.support.hf_models import save_hf_model
 from tests.support.launch import ROOT
 from tests.support.model_shapes import SHAPES
 from tests.support.own_memory import MemoryWatch
 from tests.support.rejection import rejection
+from tests.support.wrapped_models import WRAPPED_MODELS, needs_wrapped, published
 
 SHORT = ["--max_new_tokens", 5, "--temperature", 0, f"--prompt={text_of([9, 8, 7])}"]
 
@@ -139,9 +139,10 @@ def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:
     assert watch.peak - watch.before < size + 2.5 * 16.8e6
 
 
+@needs_wrapped
 def test_infinity_in_a_config_json_is_read(tmp_path: Path) -> None:
     """Transformers writes it as an object (configuration_utils.py); a run's record has what the file had."""
-    values = {**GENERAL_MODELS["mamba2"], "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    values = {**WRAPPED_MODELS["mamba2"], "time_step_limit": [0.0, {"__float__": "Infinity"}]}
     source = GenerationSource(folder=tmp_path, precision="fp32", config=model_config_from(values, "config.json"),
                               max_positions=64, tokenizer=load_tokenizer("bytes"), leading=())
     assert list(empty_model(source, "fp32").config.time_step_limit) == [0.0, math.inf]
@@ -204,11 +205,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "padding": ({"pad_token_id": 10**9}, ""), "activation": ({"hidden_act": "nonsense"}, "nonsense")}
 
 
+@needs_wrapped
 @pytest.mark.parametrize("name", WRONG)
 def test_every_command_rejects_a_wrong_config_with_the_same_line(name: str, tmp_path: Path) -> None:
     changes, message = WRONG[name]
     save_hf_model(tmp_path / "llama", {**SHAPES["llama"], "vocab_size": 260})
-    published({**GENERAL_MODELS["granite"], "vocab_size": 260}, tmp_path / "granite")
+    published({**WRAPPED_MODELS["granite"], "vocab_size": 260}, tmp_path / "granite")
     for model in ("llama", "granite"):
         folder = tmp_path / model
         write_letters(folder)
@@ -227,7 +229,7 @@ def test_every_command_rejects_a_wrong_config_with_the_same_line(name: str, tmp_
 def test_transformers_neither_asks_for_code_nor_fails_with_a_traceback(tmp_path: Path, tool: GenerateTool) -> None:
     """Models that only transformers has are loaded by it: errors of any class are one line."""
     folder = tmp_path / "hf"
-    published(GENERAL_MODELS["granite"] | {"vocab_size": 260}, folder)
+    published(WRAPPED_MODELS["granite"] | {"vocab_size": 260}, folder)
     write_letters(folder)
     values = json.loads((folder / "config.json").read_text())
     for changes in ({"model_type": "nonsense", "auto_map": {"AutoConfig": "code.Config"}},

@@ -26,6 +26,7 @@ from tests.checkpoint.starts import resumed, start_run, write_checkpoint
 from tests.support.foreign import STATES, foreign_run, foreign_states
 from tests.support.model_shapes import SHAPES
 from tests.support.rejection import rejection
+from tests.support.wrapped_models import needs_wrapped
 
 transformers.logging.set_verbosity_error()
 
@@ -75,6 +76,7 @@ def test_all_losses_are_listed_in_one_line(tmp_path: Path) -> None:
     assert plan.notes == ("--accept_without schedule has no effect: nothing of it is lost",)
 
 
+@needs_wrapped
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_dropout_of_a_model_without_a_family_needs_random_states(dropout: float, tmp_path: Path) -> None:
     opt = {"model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 1,

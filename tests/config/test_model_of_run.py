@@ -46,7 +46,7 @@ def test_every_setting_of_a_model_is_rejected_noted_or_no_setting(tmp_path: Path
     outcomes: dict[str, set[str]] = {"silent": set(), "noted": set(), "rejected": set()}
     others = {"architecture": "gpt2", "key_names": {**saved.key_names, "hidden_size": "width"}}
     for field, value in vars(saved).items():
-        if field == "described":  # its layers are compared by their parameters: tests/model/test_general.py
+        if field == "implementation":  # its layers are compared by their parameters
             continue
         changed = replace(saved, **{field: others.get(field, _other(value))})
         if field in _SILENT | _NOTED:

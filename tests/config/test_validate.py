@@ -22,7 +22,7 @@ from pretrain.distributed.deepspeed_version import deepspeed_version
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.errors import ConfigError
 from tests.support.effort import HEAVY, run_and_list_imports
-from tests.support.general_models import GENERAL_MODELS
+from tests.support.wrapped_models import WRAPPED_MODELS, needs_wrapped
 from tests.wrong_inputs.case import NOTHING
 from tests.wrong_inputs.inputs import CPU, WRONG, run_json, run_words, z
 from tests.wrong_inputs.world import make_world
@@ -227,10 +227,11 @@ def test_notes_name_settings_without_an_effect(world: Path) -> None:
     assert plan.ds_config["zero_optimization"]["overlap_comm"] is False
 
 
+@needs_wrapped
 def test_notes_name_a_padding_token_that_ends_documents(world: Path, tmp_path: Path) -> None:
     found = {}
     for token in (0, 255):
-        (tmp_path / "config.json").write_text(json.dumps({**GENERAL_MODELS["granite"], "vocab_size": 512,
+        (tmp_path / "config.json").write_text(json.dumps({**WRAPPED_MODELS["granite"], "vocab_size": 512,
                                                           "pad_token_id": token}))
         notes = plan_of(world, {}, model=str(tmp_path), model_overrides=None).notes
         found[token] = [note for note in notes if "pad_token_id" in note]
@@ -238,10 +239,11 @@ def test_notes_name_a_padding_token_that_ends_documents(world: Path, tmp_path: P
     assert found[255] == []
 
 
+@needs_wrapped
 def test_notes_name_biases_of_routers_that_are_not_updated(world: Path, tmp_path: Path) -> None:
     found = {}
     for name in ("deepseek_v3", "granite"):
-        (tmp_path / "config.json").write_text(json.dumps({**GENERAL_MODELS[name], "vocab_size": 512}))
+        (tmp_path / "config.json").write_text(json.dumps({**WRAPPED_MODELS[name], "vocab_size": 512}))
         notes = plan_of(world, {}, model=str(tmp_path), model_overrides=None).notes
         found[name] = [note for note in notes if "balances the load" in note]
     assert [note[:49] for note in found["deepseek_v3"]] == ["e_score_correction_bias of 2 routers is not updat"]

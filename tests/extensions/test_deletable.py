@@ -20,7 +20,7 @@ NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/ext
 USED: dict[str, dict[str, Any]] = {
     "hints": {}, "ladder": {"expected_curve": "ladder.json"}, "notify": {"notify_command": "true"},
     "profile": {"profile_steps": 1}, "replay": {"recompute_interval": 1}, "report": {},
-    "sanity": {"sanity_check": "true"}, "slow_ranks": {}, "tasks": {"show_predictions": 1}}
+    "sanity": {"sanity_check": "true"}, "slow_ranks": {}, "tasks": {"show_predictions": 1}, "wrapped": {}}
 
 
 def tree_without(name: str, folder: Path) -> Path:

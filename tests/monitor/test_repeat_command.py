@@ -27,7 +27,7 @@ from pretrain.monitor.repeatable import (
 
 def _record(text: str, **others: Any) -> dict[str, Any]:
     host = {"host": text, "ranks": text, "gpus": [], "cores": text, "cpu": text}
-    return {"time": 0.0, "flags": {"save": text, "seed": text}, "deepspeed_config": {text: text},
+    return {"time": 0.0, "flags": {"save": text, "seed": text}, "given_deepspeed_config": {text: text},
             "model_config": {"model_type": text}, "layout": {"world_size": 2}, "hardware": [host, host],
             "git_commit": text, "code": {"diff": text}, "versions": {text: text},
             "environment": {text: text, "OMP_NUM_THREADS": text, "PATH": "/none"},

@@ -22,9 +22,9 @@ from pretrain.checkpoint.adopt.sources import find_source
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.data.run_data import open_run_data
 from tests.support.cases import CPU, case, config
-from tests.support.general_models import GENERAL_MODELS
 from tests.support.launch import run_worker
 from tests.support.layouts import relative_difference
+from tests.support.wrapped_models import ARE_WRAPPED, WRAPPED_MODELS
 
 SAVED, STEPS, BATCH, SEQ_LENGTH = 6, 12, 8, 64  # steps before the checkpoint, in total; samples; tokens
 RANKS = 2  # of the original program
@@ -43,12 +43,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {**_EXPERTS, "model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
     "router_logits": {**_EXPERTS, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 48,
                       "head_dim": 16, "norm_topk_prob": True, "output_router_logits": True}}
-# of the general family
-DESCRIBED: dict[str, dict[str, Any]] = {
+# wrapped decoders
+WRAPPED: dict[str, dict[str, Any]] = {
     "granite": {**_SIZES, "model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "granitemoe": {**_SIZES, "model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {**GENERAL_MODELS["deepseek_v3"], "max_position_embeddings": 128}}
-ALL_MODELS = MODELS | EXPERTS | DESCRIBED
+    "deepseek_v3": {**WRAPPED_MODELS["deepseek_v3"], "max_position_embeddings": 128}}
+ALL_MODELS = MODELS | EXPERTS | WRAPPED
 
 Json = dict[str, Any]
 _ZERO = "zero_optimization"
@@ -136,8 +136,8 @@ ALL = (
     *(plain(stage, model, _precision(stage, model), *_OTHERS[stage]) for stage in (3, 2, 1) for model in MODELS),
     plain(2, "llama", "bf16", zero(1), PIPELINE, offload=True),
     trainer(None, "gpt2", "fp32", zero(0), PIPELINE, zero(3, 1), schedule="linear"),
-    *(plain(1, model, "fp32", *_OTHERS[1]) for model in DESCRIBED),
-    *(trainer(2, model, "fp32", zero(2), PIPELINE) for model in ("granitemoe", "deepseek_v3")))
+    *(plain(1, model, "fp32", *_OTHERS[1]) for model in WRAPPED if ARE_WRAPPED),
+    *(trainer(2, model, "fp32", zero(2), PIPELINE) for model in ("granitemoe", "deepseek_v3") if ARE_WRAPPED))
 
 
 def write_samples(corpus: str, path: Path) -> None:

@@ -11,7 +11,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
-    "tools/training_data.md", "tools/weights.md", "tools/decoders.md", "tools/memory.md",
+    "tools/training_data.md", "tools/weights.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
     "tools/performance.md", "tools/measurements.md", "tools/metrics.md",
@@ -81,7 +81,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "python -m tests.data.tokenizers.measure_encoding tinyshakespeare.txt tutor.ja.utf-8 tutor.ru.utf-8",),
     "takes minutes: tests/distributed/test_replay_samples.py with -m slow": (
         "python -m tests.extensions.replay.planted_documents",),
-    "takes minutes: tests/model/test_decoders.py": ("ds-pretrain models --prove --output tools/decoders.md",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/upstream/test_reproducers.py": (
         "python -m tests.upstream.reproduce",),

@@ -41,7 +41,6 @@ class Case:
 
 # Generated inputs that are valid: reason -> names of the cases
 LEGAL: dict[str, tuple[str, ...]] = {
-    "all decoders": ("models --prove (no value)",),
     "any text is valid": ("generate --prompt=", "generate --prompt=~/x",
                             "generate --stop=~/x", "generate --jsonl_key=~/x",
                             "prepare --jsonl_key=~/x",
@@ -68,7 +67,6 @@ RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{w
 TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     TRAIN: [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check": [word for name, value in RUN.items() for word in (f"--{name}", value)],
-    "models": ["--prove", "llama"],
     "check-cluster": [],
     "doctor": [],
     "extensions": [],
@@ -111,8 +109,9 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
 
 
 def of_extensions() -> list[ModuleType]:
-    """Return the modules wrong_inputs.py of the extensions' tests, with TOOLS, LEGAL, WRONG, OUTPUT_FILES, LINES or
-    write_files.
+    """Return the modules wrong_inputs.py of the extensions' tests.
+
+    They may have TOOLS, LEGAL, WRONG, OUTPUT_FILES, LINES and write_files.
     """
     return list(modules_of_extensions("wrong_inputs"))
 
@@ -120,6 +119,7 @@ def of_extensions() -> list[ModuleType]:
 for _module in of_extensions():
     # None: the flags of a run are a valid command line
     TOOLS |= {name: words or TOOLS[TRAIN] for name, words in getattr(_module, "TOOLS", {}).items()}
+    LEGAL |= getattr(_module, "LEGAL", {})
 
 
 def case_of(name: str, program: str, line: str, culprit: str, files: dict[str, bytes] | None = None) -> Case:

@@ -23,12 +23,11 @@ from pretrain.distributed.computing import require_computing
 from pretrain.distributed.own_gpu import open_gpu
 from pretrain.distributed.world import ALONE
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.general.decoder import transformers_config
-from pretrain.model.general.own_models import own_model
-from pretrain.model.general.skeleton import parameters_on_meta
 from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
 from pretrain.model.hf_weights import to_theirs
+from pretrain.model.own_models import own_model, transformers_config
 from pretrain.model.parameters import DTYPES
+from pretrain.model.skeleton import parameters_on_meta
 from pretrain.progress import ProgressBar
 
 DeviceMap = dict[str, Any]  # name of a module of the transformers model -> device

@@ -21,11 +21,10 @@ from pretrain.checkpoint.adopt.run_files import ds_config_of, optimizer_of, run_
 from pretrain.checkpoint.adopt.weight_decay import WeightDecay, weight_decay_of
 from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
 from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, write_shards
-from pretrain.checkpoint.format.buffers import BUFFERS
 from pretrain.checkpoint.format.fragments import FileLocation, Fragment
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, AdoptedRecord, Manifest
-from pretrain.checkpoint.format.shard_index import FP32, index_name, index_text, tensor_entry
+from pretrain.checkpoint.format.shard_index import BUFFERS, FP32, index_name, index_text, tensor_entry
 from pretrain.checkpoint.format.verify import damaged_entry
 from pretrain.checkpoint.load.hf_folder import HFFolder, HFTokenizer, find_hf_tokenizer
 from pretrain.checkpoint.load.reader import all_finite, chunks_of
@@ -33,7 +32,7 @@ from pretrain.checkpoint.save.commit import write_latest
 from pretrain.checkpoint.save.save_checkpoint import save_pickle
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.flags.overrides import RECIPE_FLAGS
-from pretrain.config.model_of_run import DROPOUTS, Origin
+from pretrain.config.model_of_run import Origin
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.monitor.environment import versions
@@ -104,15 +103,8 @@ def _omissions(run: ForeignRun, config: ModelConfig, decay: WeightDecay) -> list
         if run.precision == "fp16" and run.loss_scale is None else "",
         "weight_decay": decay.problem,
         "rng": "the model has dropout, and continues with other random numbers"
-        if _has_dropout(config) else ""}
+        if config.implementation.has_dropout(config) else ""}
     return found + [Omission(name, reason) for name, reason in implied.items() if reason and name not in named]
-
-
-def _has_dropout(config: ModelConfig) -> bool:
-    """Return whether the model draws random numbers. A described model's dropouts are keys of its config.json."""
-    theirs = [value for key, value in config.hf_config.items() if "drop" in key or "noise" in key]
-    found = theirs if config.described else [getattr(config, name) for name in DROPOUTS]
-    return any(isinstance(value, (int, float)) and value > 0 for value in found)
 
 
 def _omitted_buffers(run: ForeignRun, config: ModelConfig) -> list[Omission]:

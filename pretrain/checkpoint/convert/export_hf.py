@@ -28,13 +28,12 @@ from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.special_tokens import CONFIG_KEYS, TokenIds
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
-from pretrain.model.general.file_format import FileTensors, file_tensors, to_files
-from pretrain.model.general.own_models import own_model
-from pretrain.model.hf_names import TensorRule, name_in_files, tensor_rules
+from pretrain.model.hf_names import TensorRule, tensor_rules
 from pretrain.model.hf_weights import is_concatenation, our_rows_in_their_order
+from pretrain.model.implementation import ToFiles
+from pretrain.model.own_models import own_model
 from pretrain.model.parameters import DTYPES
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def export_hf(plan: ExportPlan) -> list[str]:
     """Write weights, config.json, tokenizer, generation_config.json and the model card into the new folder `plan.out`.
@@ -131,17 +130,10 @@ def _write_weights(plan: ExportPlan, folder: Path) -> dict[str, FileRecord]:
     reader, rules = CheckpointReader(plan.folder), tensor_rules(plan.config)
     reader.check_shapes({rule.ours: rule.shape for rule in rules})
     converter = _Converter(reader, plan.config, DTYPES[plan.dtype])
-    if plan.config.described:
-        groups = list(file_tensors(plan.config, DTYPES[plan.dtype]))
-        planned = [PlannedTensor(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for group in groups
-                   for name, tensor in group.targets.items()]
-        chunks = (chunk for group in groups for chunk in converter.described_chunks(group))
-    else:
-        planned = [PlannedTensor(name_in_files(name, plan.config), plan.dtype, shape) for rule in rules
-                   for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
-        chunks = (chunk for rule in rules for chunk in converter.chunks(rule))
+    groups = list(plan.config.implementation.to_files(plan.config, plan.dtype))
+    planned = [PlannedTensor(name, dtype, shape) for group in groups for name, (dtype, shape) in group.targets.items()]
     shards = shards_of(planned, plan.shard_bytes, "model")
-    records = write_shards(folder, shards, chunks)
+    records = write_shards(folder, shards, (chunk for group in groups for chunk in converter.chunks(group)))
     if len(shards) > 1:
         (folder / INDEX).write_text(index_json(shards))
     return records
@@ -159,17 +151,16 @@ class _Converter:
         self._chunk = torch.empty(CHUNK_NUMEL, dtype=dtype)
         reordered = (prod(rule.shape) for rule in tensor_rules(config) if not is_concatenation(rule))
         self._tensor = torch.empty(max(reordered, default=0), dtype=dtype)
-        self._rules = {rule.theirs[0]: rule for rule in tensor_rules(config)} if config.described else {}
+        self._rules = {rule.theirs[0]: rule for rule in tensor_rules(config)}
         self._buffers = {theirs: ours for ours, theirs, _ in config.named_buffers()}
 
-    def described_chunks(self, group: FileTensors) -> Iterator[torch.Tensor]:
+    def chunks(self, group: ToFiles) -> Iterator[torch.Tensor]:
         """Yield the flat values of `group.targets`. If they are converted, all of the group are in memory."""
-        if group.is_same and group.sources[0] in self._rules:
-            yield from self.chunks(self._rules[group.sources[0]])
-            return
-        tensors = {name: self._complete(name) for name in group.sources}
-        for tensor in to_files(self._config, tensors).values():
-            yield tensor.reshape(-1)
+        if group.rule is not None:
+            yield from self._of_rule(group.rule)
+        if group.convert is not None:
+            for tensor in group.convert({name: self._complete(name) for name in group.sources}):
+                yield tensor.reshape(-1)
 
     def _complete(self, name: str) -> torch.Tensor:
         """Return a complete parameter of transformers' model in the dtype of the export, or a buffer in fp32."""
@@ -178,7 +169,7 @@ class _Converter:
         rule = self._rules[name]
         return self._read(rule.ours, 0, torch.empty(rule.shape, dtype=self._chunk.dtype))
 
-    def chunks(self, rule: TensorRule) -> Iterator[torch.Tensor]:
+    def _of_rule(self, rule: TensorRule) -> Iterator[torch.Tensor]:
         """Yield the flat values of `rule.theirs`. The next chunk overwrites the last one."""
         if is_concatenation(rule):
             first = 0

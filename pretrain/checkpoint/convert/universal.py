@@ -23,7 +23,6 @@ from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.distributed.deepspeed_version import TESTED
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
-from pretrain.model.general.decoder import decoder_of
 from pretrain.model.hf_weights import module_tensors, rules_by_module_tensors
 from pretrain.progress import ProgressBar
 
@@ -116,9 +115,9 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
 
 def _check_buffers(reader: CheckpointReader, config: ModelConfig) -> None:
     """Raise ConfigError if a buffer of the model has changed: DeepSpeed loads none from a universal checkpoint."""
-    saved = reader.buffers()
+    saved, initial = reader.buffers(), config.implementation.initial_buffers(config)
     for ours, theirs, _ in config.named_buffers():
-        if not torch.equal(saved[ours].float(), decoder_of(config).model.get_buffer(theirs).float()):
+        if not torch.equal(saved[ours].float(), initial[theirs].float()):
             raise ConfigError(f"{reader.folder}: {theirs}", problem="this buffer of the model has other values than at "
                               "the start, and DeepSpeed loads no buffers from a universal checkpoint",
                               remedy="--format transformers exports the weights with it")

@@ -15,12 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from pretrain.checkpoint.convert.new_folder import new_folder
-from pretrain.checkpoint.format.buffers import BUFFERS_FILE
 from pretrain.checkpoint.format.fragments import FileLocation, Fragment
 from pretrain.checkpoint.format.hashed_files import FileRecord, HashedFile, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.format.run_checkpoints import step_of
-from pretrain.checkpoint.format.shard_index import index_name, index_text, tensor_entry
+from pretrain.checkpoint.format.shard_index import BUFFERS_FILE, index_name, index_text, tensor_entry
 from pretrain.checkpoint.load.hf_folder import Shape, header_bytes
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.model.parameters import DTYPES

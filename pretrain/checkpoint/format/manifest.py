@@ -154,8 +154,8 @@ class Manifest:
     origin: Annotated[dict[str, str], Origin] | None = None  # source of the weights at step 0; None: random
     adopted: AdoptedRecord | None = None  # None: this program has written the checkpoint
     averaged: list[AveragedRecord] = field(default_factory=list)  # checkpoints whose average this is
-    data: Annotated[dict[str, Any], DataRecord] | None = None  # None: an older manifest
-    schedule: dict[str, Any] | None = None  # fields of Schedule, or the JSON's scheduler; None: an older manifest
+    data: Annotated[dict[str, Any], DataRecord] | None = None  # None: not known, as of imported weights
+    schedule: dict[str, Any] | None = None  # fields of Schedule, or the JSON's scheduler; None: not known
     schedule_flags: dict[str, Any] = field(default_factory=dict)  # flags or JSON keys that planned `schedule`
     recipe: dict[str, Any] = field(default_factory=dict)  # gradient clipping, and the flags in RECIPE_FLAGS
     overrides: list[OverrideRecord] = field(default_factory=list)  # changes by --override so far

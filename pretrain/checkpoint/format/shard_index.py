@@ -35,6 +35,8 @@ from pretrain.model.parameters import Part
 from pretrain.paths import for_each_file
 from pretrain.stored_json import build, parse_json, read_text
 
+# buffers of the model by name: a key of each model-states file, or a file of a checkpoint of weights alone
+BUFFERS, BUFFERS_FILE = "buffers", "buffers.safetensors"
 FP32 = "fp32"  # name under which the master weights are listed with the optimizer states
 FORMAT_WITH_PARTS = 2  # of an index that has parts of parameters; indexes without "format" have none
 # class name -> its name of a state -> the family's name; None: the class stores this state but never uses it

@@ -25,7 +25,6 @@ from pretrain.config.schedule import FIELD_OF_FLAG, KINDS, phases_text, schedule
 from pretrain.data.samples.read_order import recorded_read_order
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
-from pretrain.model.config_keys import IGNORED
 from pretrain.model.init_methods import Initialization
 
 # parameter of an optimizer -> the name that allows another value
@@ -97,12 +96,10 @@ def _optimizer(manifest: Manifest, plan: Plan) -> Iterator[Change]:
 
 def _model(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[Change]:
     saved = replace(model_config_from(manifest.model, f"{folder / MANIFEST}: model"), **manifest.dropouts)
-    theirs, own = saved.hf_config, plan.model.hf_config
-    if plan.model.described:  # not all keys of such a config.json are fields
-        keys = sorted({*theirs, *own} - IGNORED)
-        yield from _pairs("", {f"model {key}": (theirs.get(key), own.get(key)) for key in keys})
+    theirs, own = (config.implementation.settings(config) for config in (saved, plan.model))
+    yield from _pairs("", {f"model {key}": (theirs.get(key), own.get(key)) for key in sorted({*theirs, *own})})
     for f in fields(saved):
-        if f.name not in ("hf_config", "described"):
+        if f.name not in ("hf_config", "implementation"):
             yield from _pairs("dropout" if f.name in DROPOUTS else "",
                               {f"model {f.name}": (getattr(saved, f.name), getattr(plan.model, f.name))})
     initial, current = Initialization(**manifest.initialization), initialization_of(plan.args)
@@ -110,7 +107,7 @@ def _model(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[Change]:
 
 
 def _recipe(manifest: Manifest, plan: Plan) -> Iterator[Change]:
-    """Yield changes of clipping and of the flags in RECIPE_FLAGS. Older manifests do not record all of them."""
+    """Yield changes of clipping and of the flags in RECIPE_FLAGS. An adopted run may not record all of them."""
     current = recipe_of(plan)
     if "gradient_clipping" in manifest.recipe:
         # 0 and a missing key: no clipping
@@ -120,7 +117,7 @@ def _recipe(manifest: Manifest, plan: Plan) -> Iterator[Change]:
     for flag, name in RECIPE_FLAGS.items():
         if name == "samples" and is_same_order:  # however its flags write it
             continue
-        default = getattr(type(plan.args), flag, None)  # of a flag that is newer than the checkpoint
+        default = getattr(type(plan.args), flag, None)  # of a flag that the checkpoint does not record
         yield from _pairs(name, {f"--{flag}": (manifest.recipe.get(flag, default), current[flag])})
 
 

@@ -19,15 +19,15 @@ from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, check_links, find_tokenizer_file, load_tokenizer
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, load_model_config
-from pretrain.model.hf_names import HEAD, names_in_model, tensor_rules
+from pretrain.model.hf_names import HEAD, tensor_rules
 from pretrain.progress import ProgressBar
 from pretrain.stored_json import build, read_json
 
 if TYPE_CHECKING:
-    from pretrain.model.general.file_format import Conversion
+    import torch
 
     # tensors that transformers makes of others in the files, by their names in its model
-    Converted = dict[str, tuple[Conversion, list["StoredTensor"]]]
+    Converted = dict[str, tuple[Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]], list["StoredTensor"]]]
 
 Shape = tuple[int, ...]
 # dtypes that weights may have: name in the header of a safetensors file -> our name
@@ -104,14 +104,11 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
     embedding = rules[0].theirs[0]
     shapes = {name: shape for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
     converted: Converted = {}
-    if config.described:
-        found = _described_tensors(folder, stored, config, converted)
-    else:
-        found = {full: stored[name] for name, full in names_in_model(stored, config).items()}
-    head = found.pop(_their_head(config), None) if config.tie_word_embeddings else None
+    found = _tensors_of_model(folder, stored, config, converted)
+    head = found.pop(config.implementation.head_name(config), None) if config.tie_word_embeddings else None
     shapes |= {theirs: buffer.shape for _, theirs, buffer in config.named_buffers()}
-    if config.described:  # buffers of whole numbers belong to no parameter: `_check_tensor` rejects their dtype
-        shapes |= {name: tensor.shape for name, tensor in found.items() if tensor.dtype not in WEIGHT_DTYPES}
+    # buffers of whole numbers belong to no parameter: `_check_tensor` rejects their dtype
+    shapes |= {name: tensor.shape for name, tensor in found.items() if tensor.dtype not in WEIGHT_DTYPES}
     _check_names(folder, set(found), set(shapes))
     for name, shape in shapes.items():
         _check_tensor(folder, found[name], shape, config, is_vocabulary=name in (embedding, HEAD))
@@ -120,24 +117,22 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
     return HFFolder(folder, config, files, found, converted)
 
 
-def _described_tensors(folder: Path, stored: Mapping[str, StoredTensor], config: ModelConfig,
-                       converted: "Converted") -> dict[str, StoredTensor]:
+def _tensors_of_model(folder: Path, stored: Mapping[str, StoredTensor], config: ModelConfig,
+                      converted: "Converted") -> dict[str, StoredTensor]:
     """Return the tensors of transformers' model that the files hold, and add to `converted` those that are converted.
 
     A converted tensor has the file of the first tensor that it is made of.
     """
-    from pretrain.model.general.file_format import conversions_from_files  # torch: a described config needs it, too
-
     result: dict[str, StoredTensor] = {}
     try:
-        for each in conversions_from_files(config, {name: tensor.shape for name, tensor in stored.items()}):
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        for each in config.implementation.from_files(config, shapes):
             sources = [stored[name] for name in each.sources]
             for target, shape in each.targets.items():
-                result[target] = replace(sources[0], name=target, shape=shape, dtype=_common_dtype(sources))
-                if not each.is_renaming:
-                    converted[target] = each, sources
-                else:
-                    result[target] = sources[0]
+                result[target] = sources[0]
+                if each.convert is not None:
+                    result[target] = replace(sources[0], name=target, shape=shape, dtype=_common_dtype(sources))
+                    converted[target] = each.convert, sources
     except ValueError as error:
         raise ConfigError(f"{folder / stored[str(error)].file}: {shorten(str(error))}",
                           problem="transformers cannot convert this tensor together with those that belong to it",
@@ -150,10 +145,6 @@ def _common_dtype(tensors: Sequence[StoredTensor]) -> str:
     dtypes = {tensor.dtype for tensor in tensors}
     unknown = sorted(dtypes - WEIGHT_DTYPES.keys())
     return unknown[0] if unknown else dtypes.pop() if len(dtypes) == 1 else "F32"
-
-
-def _their_head(config: ModelConfig) -> str:
-    return config.described[-1].their_names[0] if config.described else HEAD
 
 
 def _read_headers(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:

@@ -22,7 +22,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch._utils import _unflatten_dense_tensors
 from torch.optim.lr_scheduler import LambdaLR
 
-from pretrain.checkpoint.format.buffers import fill_buffers
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, complete_shape, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.pickles import load_pickle, rng_file, set_rng_state
@@ -39,7 +38,7 @@ from pretrain.checkpoint.load.hf_folder import HFFolder
 from pretrain.checkpoint.load.odd_weights import WeightCheck, element
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader, HFWeights, WeightsReader
 from pretrain.checkpoint.load.resume import same_layout
-from pretrain.checkpoint.save.save_checkpoint import FileEngine
+from pretrain.checkpoint.save.save_checkpoint import FileEngine, own_buffers
 from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, optimizer_family
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import any_rank, from_rank_0, gather_problems
@@ -137,7 +136,7 @@ def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> list[str]:
     with torch.no_grad(), _rejected_together():
         reader = HFWeights(source) if isinstance(source, HFFolder) else open_checkpoint(source)
         _check_shapes(engine, reader)
-        fill_buffers(engine.module, reader.buffers())
+        _fill_buffers(engine, reader)
         _prepare_stage_3(engine)
         flats, check = flat_tensors(engine), WeightCheck(engine, reader.folder, reader.place)
         total = 4 * sum(flat.numel for flat in flats)
@@ -332,10 +331,18 @@ def _set_groups(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
             group[key] = type(group[key])(saved[key])
 
 
+def _fill_buffers(engine: DeepSpeedEngine, reader: WeightsReader) -> None:
+    """Copy saved values into the buffers of this rank's layers. Those without a saved value keep theirs."""
+    saved = reader.buffers()
+    for name, buffer in own_buffers(engine.module).items():
+        if name in saved:
+            buffer.copy_(saved[name])
+
+
 def _set_counters(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """Restore the engine's step and sample counters and the scheduler's state."""
     saved = reader.engine_state()
-    fill_buffers(engine.module, reader.buffers())
+    _fill_buffers(engine, reader)
     engine.global_steps = saved["global_steps"]
     engine.global_samples = saved["global_samples"]
     engine.skipped_steps = saved["skipped_steps"]

@@ -12,10 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from pretrain.checkpoint.format.buffers import BUFFERS, BUFFERS_FILE
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.shard_index import (
+    BUFFERS,
+    BUFFERS_FILE,
     FP32,
     StoredFragment,
     StoredParameters,
@@ -99,7 +100,7 @@ class WeightsReader(ABC):
         return {name: self.tensor(name) for name in self.shapes}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the saved buffers (format/buffers.py) by name."""
+        """Return the saved buffers by name: those of `save_checkpoint.WithBuffers`."""
         return {}
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -300,8 +301,8 @@ class HFWeights(WeightsReader):
             return self._in_file(self.found.tensors[theirs])
         if theirs not in self._converted:
             self._converted = {}  # free them before the next ones are converted
-            conversion, sources = self.found.converted[theirs]
-            self._converted = conversion.convert([self._in_file(each) for each in sources])
+            convert, sources = self.found.converted[theirs]
+            self._converted = convert([self._in_file(each) for each in sources])
         return self._converted[theirs]
 
     def _in_file(self, tensor: StoredTensor) -> torch.Tensor:

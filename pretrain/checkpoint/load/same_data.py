@@ -15,7 +15,6 @@ from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset, source_records
 from pretrain.data.samples.own import OwnSamples
 from pretrain.data.samples.read_order import REORDER, SKIP, recorded_read_order
-from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.check_hashes import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.data.token_files.hashes import BLOCK_BYTES
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
@@ -221,16 +220,11 @@ def _other_ranges(saved: list[dict[str, Any]], current: list[tuple[IndexedDatase
 def _has_fingerprint(dataset: SampleDataset, recorded: str, saved: dict[str, Any]) -> bool:
     """Return whether a checkpoint recorded this fingerprint.
 
-    Earlier versions, whose checkpoints have no `idx_bytes`, hashed the whole index of large data.
     `saved`: the facts of its manifest. The weights of a blend have been compared already.
     """
     if isinstance(dataset, BlendedSamples) and "proportions" in saved:
         return dataset.fingerprint_with(saved["proportions"]) == recorded
-    if dataset.fingerprint == recorded:
-        return True
-    return isinstance(dataset, ShuffledWindows) and "idx_bytes" not in saved and \
-        saved.get("bin_bytes") in (None, dataset.indexed.file.status().st_size) and \
-        dataset.earlier_fingerprint() == recorded
+    return dataset.fingerprint == recorded
 
 
 def _other_content(what: str, folder: Path, saved: str, current: str) -> str:

@@ -21,7 +21,7 @@ from pretrain.distributed.device import Device
 from pretrain.distributed.process import check_open_files
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
-from pretrain.model.general.own_models import import_own_model
+from pretrain.model.own_models import import_own_model
 from pretrain.paths import check_no_stop_file, free_bytes
 
 

@@ -17,20 +17,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from torch import nn
 
-from pretrain.checkpoint.format.buffers import BUFFERS, gather_buffers
 from pretrain.checkpoint.format.fragments import FlatTensor, flat_tensors
 from pretrain.checkpoint.format.hashed_files import FileGroup
 from pretrain.checkpoint.format.manifest import Manifest, manifest_of
 from pretrain.checkpoint.format.pickles import load_pickle, rng_file, rng_state, without_enums
-from pretrain.checkpoint.format.shard_index import index_json, index_name
+from pretrain.checkpoint.format.shard_index import BUFFERS, index_json, index_name
 from pretrain.checkpoint.save.commit import (
     check_space,
     commit,
@@ -40,7 +40,7 @@ from pretrain.checkpoint.save.commit import (
     write_part,
 )
 from pretrain.config.plan import Plan
-from pretrain.distributed.collectives import from_rank_0, gather_problems
+from pretrain.distributed.collectives import from_rank_0, gather, gather_problems
 from pretrain.engine.recipe import recipe_states
 from pretrain.engine.steps import loss_scale_state, settle
 from pretrain.errors import SaveError
@@ -222,7 +222,7 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
     engine.checkpoint_engine = files
     copy_recovery_script = type(engine)._copy_recovery_script
     client_state: dict[str, Any] = {"step": step, "consumed_samples": consumed_samples}
-    if buffers := gather_buffers(engine.module):
+    if buffers := _gather_buffers(engine.module):
         client_state[BUFFERS] = buffers
     # on a full disk this method of DeepSpeed raises on rank 0 only, while the other ranks wait in a barrier
     engine._copy_recovery_script = lambda _: None
@@ -236,6 +236,29 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
     index = index_json(engine).encode()
     files.write(temporary / index_name(rank), lambda file: file.write(index))
     return files.error, finite.is_finite()
+
+
+@runtime_checkable
+class WithBuffers(Protocol):
+    """A layer with buffers that belong to the model's state, such as the biases by which routers balance experts.
+
+    No optimizer changes them. They are small, so that every model-states file of a checkpoint has all of them.
+    """
+
+    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield them by their names in this layer."""
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent floating-point buffers of this rank's layers, by name."""
+    return {f"{prefix}.{name}": buffer for prefix, layer in module.named_modules() if isinstance(layer, WithBuffers)
+            for name, buffer in layer.persistent_buffers()}
+
+
+def _gather_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of all ranks on the CPU; collective."""
+    own = {name: buffer.detach().cpu() for name, buffer in own_buffers(module).items()}
+    return {name: buffer for of_rank in gather(own) for name, buffer in of_rank.items()}
 
 
 @dataclass(frozen=True)

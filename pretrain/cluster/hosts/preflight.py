@@ -17,7 +17,7 @@ from pretrain.data.tokenizers.tokenizer import file_of_tokenizer
 from pretrain.distributed.requirements import requirements
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
 from pretrain.errors import ConfigError
-from pretrain.model.general.own_models import is_model_code
+from pretrain.model.own_models import is_model_code
 from pretrain.old_names import current_name
 from pretrain.shipped import find_layout
 

@@ -30,10 +30,10 @@ class PreparedData:
     max_token: int
     entropy_nats: float
     """entropy per token of the token frequencies: the loss of a model that predicts these frequencies"""
-    sources: dict[str, Any] = field(default_factory=dict)
-    """the inputs: paths or URLs, sizes and versions; {} in files of earlier versions of this program"""
-    filters: dict[str, Any] = field(default_factory=dict)
-    """settings that leave out or change documents; {} in files of earlier versions of this program"""
+    sources: dict[str, Any]
+    """the inputs: paths or URLs, sizes and versions"""
+    filters: dict[str, Any]
+    """settings that leave out or change documents"""
     fill_in_middle: dict[str, Any] = field(default_factory=dict)
     """settings and tokens of --fim_rate, and the number of documents; {} without it"""
 

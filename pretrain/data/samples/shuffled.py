@@ -46,14 +46,7 @@ class ShuffledWindows(TokenRange):
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of data, token range and seq_length. These and the seed determine the samples."""
-        return self._fingerprint_with(self.indexed.fingerprint)
-
-    def earlier_fingerprint(self) -> str:
-        """Return the fingerprint that checkpoints of earlier versions have. It reads the whole index."""
-        return self._fingerprint_with(self.indexed.whole_index_fingerprint)
-
-    def _fingerprint_with(self, data_fingerprint: str) -> str:
-        content = f"{data_fingerprint} {self.first_token} {self.last_token} {self.seq_length}"
+        content = f"{self.indexed.fingerprint} {self.first_token} {self.last_token} {self.seq_length}"
         return hashlib.sha256(content.encode()).hexdigest()
 
 

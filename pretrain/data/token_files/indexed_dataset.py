@@ -151,13 +151,8 @@ class IndexedDataset:
         Of a large index, only samples are hashed.
         """
         if self.index.is_small:
-            return self.whole_index_fingerprint
+            return self.index.hash_with(self.sampled_bytes())
         return hashlib.sha256(b"samples of the index" + self.index.sampled_bytes() + self.sampled_bytes()).hexdigest()
-
-    @cached_property
-    def whole_index_fingerprint(self) -> str:
-        """Fingerprint with all bytes of the index, which checkpoints of earlier versions have for any index."""
-        return self.index.hash_with(self.sampled_bytes())
 
     @property
     def idx_sha256(self) -> str:

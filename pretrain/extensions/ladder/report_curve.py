@@ -1,7 +1,6 @@
 """Report that the loss leaves the expected curve of --expected_curve, or returns to it, with likely causes.
 
-The causes are in the order in which a cause leads to the next ones. Each is named with what the run's own rows, events
-and settings show about it.
+Each cause is named with what the run's own rows, events and settings show about it; an earlier one leads to the next.
 """
 
 import math

@@ -37,7 +37,7 @@ def family_sizes(target: ModelConfig) -> list[Size]:
 
 
 def _size(target: ModelConfig, heads: int) -> Size:
-    if target.described:
+    if target.architecture not in FAMILIES:
         raise ConfigError("--target", problem=f"{target.architecture} has no family here whose keys could be scaled",
                           remedy="use a model of a family: ds-pretrain ladder scales its sizes in proportion")
     ratio, depth = target.num_heads // target.num_kv_heads, target.num_layers * heads / target.num_heads

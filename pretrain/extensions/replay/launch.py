@@ -20,7 +20,7 @@ from pretrain.extensions.replay.extension import Replay as Flags
 from pretrain.extensions.replay.order import ReplayOrder
 from pretrain.extensions.replay.question import RECOMPUTATION, Replay, read_replay
 from pretrain.extensions.replay.target import Target
-from pretrain.model.general.own_models import is_model_code
+from pretrain.model.own_models import is_model_code
 from pretrain.monitor.read_run_folder import read_events
 from pretrain.monitor.repeatable import OWN_CODE, hosts_of, repeated_config, repeated_flags, repeated_variables
 

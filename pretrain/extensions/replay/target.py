@@ -113,13 +113,12 @@ def _find_target(run: Path, step: int, before_rollback: int | None) -> Target:
 
 def _checked(run: Path, start: dict[str, Any]) -> dict[str, Any]:
     """Return the record of a start. Raises ConfigError if parts are missing that a replay needs."""
-    layout, config = start.get("layout"), start.get("given_deepspeed_config") or start.get("deepspeed_config")
-    parts = {"flags": start.get("flags"), "layout": layout, "deepspeed_config": config,
-             "model_config": start.get("model_config")}
+    parts = {name: start.get(name) for name in ("flags", "layout", "given_deepspeed_config", "model_config")}
     wrong = [name for name, value in parts.items() if not isinstance(value, dict)]
     types = {"command": dict, "environment": dict, "hardware": list, "batch": dict, "versions": dict, "overrides": list}
     wrong += [name for name, kind in types.items() if not isinstance(start.get(name, kind()), kind)]
     wrong += ["hardware"] * (not wrong and not all(isinstance(host, dict) for host in start.get("hardware", [])))
+    layout = start.get("layout")
     if not wrong and not (isinstance(layout, dict) and isinstance(layout.get("world_size"), int)
                           and 0 < layout["world_size"] < 100_000):
         wrong = ["layout: world_size"]

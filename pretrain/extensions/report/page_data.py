@@ -101,7 +101,6 @@ def run_data(table: ShownRun, limit: int) -> dict[str, Any]:
         "abandoned_rows": int((~kept).sum()), "training": curves_data(curves, rounded=is_reduced),
         "abandoned": curves_data(abandoned, rounded=is_reduced), "evaluations": evaluations,
         "abandoned_evaluations": abandoned_evaluations, "expected": curves_data(expected_curve(table, curves)),
-        "time_is_estimated": _start_time(table) is None,
         **_events(table), "incidents": _incidents_data(table), "sections": table.sections(),
         "problem": table.problem, "hints": list(map(str, hints_of(table))), "starts": _starts_data(table),
         "settings": [[section, key, value] for (section, key), value in settings(_newest_record(table)).items()],
@@ -131,35 +130,22 @@ def curves_data(curves: Curves, *, rounded: bool = False) -> dict[str, dict[str,
             for name, part in (("values", curves.values), ("low", curves.low), ("high", curves.high))}
 
 
-def _start_time(table: RunTable) -> float | None:
-    """Return the time of the first start, or None if some training rows have no time, as in older runs."""
-    times = table.training.column("time")
-    if not np.all(np.isfinite(times)):
-        return None
+def _start_time(table: RunTable) -> float:
+    """Return the time of the first start; NaN if no row has one."""
     known = [as_float(row.get("time")) for row in (*table.starts[:1], *table.events[:1])]
-    known = [time for time in (*known, *times[:1].tolist()) if math.isfinite(time)]
-    return min(known, default=None)
+    known += table.training.column("time")[:1].tolist()
+    return min((time for time in known if math.isfinite(time)), default=math.nan)
 
 
 def _with_positions(table: RunTable, rows: Columns) -> dict[str, np.ndarray]:
     """Return all columns, also of the x axis: `consumed_tokens`, and `elapsed`, in seconds since the first start.
 
-    Evaluations have no number of tokens. Rows of older runs have no time; then it is the sum of the step times, without
-    the pauses.
+    Evaluations have no number of tokens.
     """
     columns = {key: rows.column(key) for key in rows.keys}
     if "consumed_tokens" not in columns:
         columns["consumed_tokens"] = _at_steps(table, columns["step"], table.training.column("consumed_tokens"))
-    start = _start_time(table)
-    times = columns.pop("time", np.full(rows.num_rows, math.nan))
-    if start is not None:
-        columns["elapsed"] = times - start
-        return columns
-    steps, lines = table.training.column("step"), table.training.column("line")
-    num_steps = np.maximum(np.diff(steps, prepend=0.0), 1.0)
-    elapsed = np.cumsum(np.nan_to_num(table.training.column("step_time_ms")) * num_steps / 1e3)
-    before = np.searchsorted(lines, columns["line"], side="right")
-    columns["elapsed"] = np.concatenate([[0.0], elapsed])[before]
+    columns["elapsed"] = columns.pop("time", np.full(rows.num_rows, math.nan)) - _start_time(table)
     return columns
 
 
@@ -194,10 +180,8 @@ def _events(table: RunTable) -> dict[str, Any]:
 
 def _places(table: RunTable, steps: Sequence[object], times: Sequence[object]) -> list[list[float | int | None]]:
     """Return [seconds since the start, step, tokens] of events at these steps and times."""
-    start = _start_time(table)
     at, when = (np.array([as_float(value) for value in values]) for values in (steps, times))
-    elapsed = (_at_steps(table, at, _with_positions(table, table.training)["elapsed"]) if start is None
-               else when - start)
+    elapsed = when - _start_time(table)
     tokens = _at_steps(table, at, table.training.column("consumed_tokens"))
     columns = (as_numbers(column, rounded=False) for column in (elapsed, at, tokens))
     return [list(row) for row in zip(*columns, strict=True)]

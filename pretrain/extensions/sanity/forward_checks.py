@@ -16,15 +16,12 @@ from pretrain.data.loader import MicroBatch, tokens_of, wrong_labels
 from pretrain.data.samples.dataset import PADDING
 from pretrain.data.source_facts import source_facts
 from pretrain.distributed.collectives import gather
+from pretrain.engine.layer_hooks import layers_of
 from pretrain.engine.steps import eval_batch, train_batch
 from pretrain.extensions.sanity.batches import half_labels, only_at, with_labels, with_tokens
 from pretrain.extensions.sanity.checked_engine import CheckedEngine
 from pretrain.extensions.sanity.result import Result, not_made
-from pretrain.model.general.modules import Embedding, GeneralLayer
-from pretrain.model.init_methods import initial_std
-from pretrain.model.layers.block import Block
-from pretrain.model.layers.norm import NormLayer
-from pretrain.model.layers.vocabulary import PositionEmbedding, TokenEmbedding
+from pretrain.model.layers.vocabulary import Head
 
 _LOSS_MARGIN = 0.25  # nats
 _LARGEST_LOSS = 1.5  # times ln(V)
@@ -71,11 +68,9 @@ def loss_bounds(plan: Plan, *, repeated: float = 0.0) -> tuple[float, float]:
     log_v, model = math.log(plan.model.vocab_size), plan.model
     if plan.origin is not None:
         return 0.0, log_v
-    if model.described:  # transformers draws its initial weights
+    std = model.implementation.output_std(model, initialization_of(plan.args))
+    if std is None:
         return log_v / 2, _LARGEST_LOSS * log_v
-    how, shape = initialization_of(plan.args), (model.vocab_size, model.hidden_size)
-    name = "tied_modules.embed.embedding" if model.tie_word_embeddings else "lm_head.weight"
-    std = initial_std(name, shape, model, how)
     variance = model.hidden_size * std ** 2
     own_token = model.hidden_size * std if model.tie_word_embeddings else 0.0
     if model.logit_softcap:
@@ -168,8 +163,7 @@ def check_activations(checked: CheckedEngine, batches: list[MicroBatch]) -> Resu
             found.setdefault(name, float(tensor.float().square().mean().sqrt()))  # NaN or infinite if any element is
 
     handles = [module.register_forward_hook(lambda _, __, output, name=name: record(name, output))
-               for name, module in checked.engine.module.named_modules()
-               if isinstance(module, (Block, NormLayer, PositionEmbedding, TokenEmbedding, GeneralLayer, Embedding))]
+               for name, module in layers_of(checked.engine.module).items() if not isinstance(module, Head)]
     try:
         checked.loss(batches)
     finally:

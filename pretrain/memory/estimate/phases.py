@@ -22,12 +22,12 @@ from pretrain.memory.estimate.gradients import (
     gradients_in_reduction,
     reduction_in_backward,
 )
-from pretrain.memory.estimate.layer_bytes import layer_bytes, shared_bytes
 from pretrain.memory.estimate.rank import ParameterGroup, Rank, optimizer_wrapper, pipeline_stage_layers
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
 from pretrain.model.attention_memory import document_bytes
 from pretrain.model.description import Layer, ModelConfig
+from pretrain.model.implementation import LayerBytes
 from pretrain.model.layer_memory import layer_input_bytes
 from pretrain.model.operator_memory import INT64, MicroBatch, hidden_states_bytes
 from pretrain.model.recompute import Recompute
@@ -107,7 +107,8 @@ def _masks(rank: Rank) -> int:
     if not any(layer.kind == "block" for layer in rank.layers):
         return 0
     batch = rank.micro_batch
-    return shared_bytes(rank.model, batch) + rank.in_flight * document_bytes(rank.model, batch)
+    model = rank.model
+    return model.implementation.shared_bytes(model, batch) + rank.in_flight * document_bytes(model, batch)
 
 
 def _remaining_graph(rank: Rank) -> int:
@@ -126,6 +127,12 @@ def _groups_of_rank(rank: Rank) -> tuple[LayerGroup, ...]:
         earlier = (pipeline_stage_layers(rank.model, rank.layout, stage) for stage in range(rank.pipeline_stage))
         first_block = sum(layer.kind == "block" for layers in earlier for layer in layers)
     return layer_groups(rank.model, rank.layers, rank.micro_batch, recompute, first_block)
+
+
+@lru_cache(maxsize=4096)  # most blocks of a model are one object, and the phases of a step ask for the same layers
+def layer_bytes(config: ModelConfig, layer: Layer, batch: MicroBatch, part: str = "none") -> LayerBytes:
+    """Return the memory of a layer. Raises ConfigError if it is unknown. `part`: what of a block is recomputed."""
+    return config.implementation.layer_bytes(config, layer, batch, part)
 
 
 @lru_cache(maxsize=512)

@@ -16,8 +16,8 @@ from pretrain.monitor.read_run_folder import read_events, read_metrics
 from tests.conftest import selected_params
 from tests.extensions.replay import WORKERS
 from tests.support.cases import CPU, DROPOUT, case, config, flags
-from tests.support.general_models import GENERAL_MODELS
 from tests.support.launch import run_ranks, run_worker
+from tests.support.wrapped_models import ARE_WRAPPED, WRAPPED_MODELS
 
 SAVED, PLANTED, STEPS = 3, 5, 6
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
@@ -41,8 +41,8 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "sequence": (2, {**config(2, precision="bf16"), "sequence_parallel_size": 2}, {"overrides": DROPOUT}),
     "experts": (2, {**config(2, precision="bf16"), "expert_parallel": {"enabled": True, "autoep_size": 2}},
                 {"values": _EXPERTS}),
-    "described": (2, config(3), {"values": GENERAL_MODELS["gemma4_text"]}),
-    "described_pipeline": (2, config(1, stages=2), {"values": GENERAL_MODELS["deepseek_v3"]}),
+    "wrapped": (2, config(3), {"values": WRAPPED_MODELS["gemma4_text"]}),
+    "wrapped_pipeline": (2, config(1, stages=2), {"values": WRAPPED_MODELS["deepseek_v3"]}),
     "compiled": (2, config(3, checkpoint_every=1), {"compile_blocks": True}),
     "recomputed": (2, config(2), {"overrides": DROPOUT, "recompute": "mlp"}),
 }
@@ -62,7 +62,7 @@ FAST = [("zero1", plant) for plant in PLANTS] + [("pipeline_data", plant) for pl
 PLANTED_CASES = [pytest.param(layout, plant, marks=() if (layout, plant) in FAST else pytest.mark.slow)
                  for layout in LAYOUTS for plant in PLANTS if (layout, plant) != ("tensor_data", "master")]
 ALL_LAYOUTS = [pytest.param(layout, marks=() if layout in ("zero1", "pipeline_data") else pytest.mark.slow)
-               for layout in [*LAYOUTS, *OTHERS]]
+               for layout in [*LAYOUTS, *OTHERS] if ARE_WRAPPED or not layout.startswith("wrapped")]
 
 
 def run_flags(corpus: str, **more: Any) -> dict[str, Any]:

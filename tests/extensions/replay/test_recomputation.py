@@ -19,7 +19,7 @@ WORKER = str(WORKERS / "recompute_worker.py")
 EXPERTS = {"model_type": "qwen2_moe", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-DESCRIBED = {"model_type": "olmo2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+WRAPPED = {"model_type": "olmo2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 FP16 = {"emulate_fp16": True}
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one_pipeline": (2, config(1, stages=2, accumulation=3), {}),
     "experts_zero1": (2, config(1), {"model": EXPERTS, "router_z_loss": 0.05}),
     "experts_shared": (2, {**config(2), "expert_parallel": {"enabled": True, "autoep_size": 2}}, {"model": EXPERTS}),
-    "described_zero3": (2, config(3), {"model": DESCRIBED}),
+    "wrapped_zero3": (2, config(3), {"model": WRAPPED}),
     "sequence_zero2": (4, {**config(2, precision="bf16"), "sequence_parallel_size": 2}, {}),
     "pipeline_data": (4, config(1, precision="bf16", stages=2, accumulation=3), {"recompute": "blocks"}),
     "pipeline_data_fp16": (4, config(0, precision="fp16", stages=2), FP16),

@@ -13,10 +13,10 @@ from tests.conftest import selected_params
 from tests.distributed.test_equal_ranks import check_rejected, start, words_of
 from tests.extensions.sanity import WORKERS
 from tests.support.cases import CPU, DROPOUT, case, config, flags
-from tests.support.general_models import GENERAL_MODELS
 from tests.support.launch import PROGRAM, run_ranks, run_worker, train_ranks
 from tests.support.layouts import fp16
 from tests.support.model_shapes import SHAPES
+from tests.support.wrapped_models import ARE_WRAPPED, WRAPPED_MODELS
 from tests.terminal.test_screen import in_terminal
 
 FP32_SUM = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -89,7 +89,7 @@ def sanity_case(name: str, values: dict[str, Any], corpus: str, folder: Path, sh
     run_flags = flags(corpus, layers=2, overrides="", **({"emulate_fp16": True} if "fp16" in values else {}))
     if shape:
         model = folder / f"{name}_model.json"
-        model.write_text(json.dumps({**(SHAPES | GENERAL_MODELS)[shape], "vocab_size": 256}))
+        model.write_text(json.dumps({**(SHAPES | WRAPPED_MODELS)[shape], "vocab_size": 256}))
         run_flags |= {"model": str(model), "model_overrides": "vocab_size=256"}
     if name == "zero3_recipe":
         run_flags |= {"label_smoothing": 0.3, "z_loss": 0.01, "gradient_value_clipping": 0.001, "adaptive_clipping": 50,
@@ -127,7 +127,7 @@ def shapes(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [*SHAPES, *GENERAL_MODELS])
+@pytest.mark.parametrize("shape", [*SHAPES, *(WRAPPED_MODELS if ARE_WRAPPED else ())])
 def test_a_healthy_model_of_each_architecture_passes_all_checks(shape: str, shapes: dict[str, Any]) -> None:
     """With `-s`, the output is a table of the steps in which one batch is learned."""
     made = shapes[shape]["results"]

@@ -20,8 +20,8 @@ from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import StoredParameters
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.errors import ConfigError
-from pretrain.model.general.decoder import transformers_config
 from pretrain.model.hf_names import HEAD
+from pretrain.model.own_models import transformers_config
 from pretrain.stored_json import build, read_json, reason_of
 
 _STATE, _OPTIMIZER, _SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"

@@ -13,7 +13,7 @@ import transformers
 from pretrain.checkpoint.adopt.foreign_run import Omission
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import model_config_from
-from pretrain.model.general.decoder import transformers_config
+from pretrain.model.own_models import transformers_config
 
 # taken over: by flags, by the JSON, or with the optimizer's own settings in its file
 TAKEN = frozenset("""
@@ -112,7 +112,7 @@ def effects_of_module(config: dict[str, Any], *, with_labels: bool = True) -> Ef
         omissions = (Omission("settings", "output_router_logits true: the auxiliary loss of the experts is that of all "
                               "layers together, and here of each layer"),)
     token = config.get("pad_token_id")
-    if token is not None and not ours.described and _untrained_row(config) is not None:
+    if token is not None and ours.implementation.trains_padding_row and _untrained_row(config) is not None:
         notes.append(f"pad_token_id {token}: transformers does not train the vector of this token in the embedding, "
                      "and this program does: losses differ if the data has the token")
     return Effects(flags, omissions, tuple(notes))

@@ -210,7 +210,7 @@ class Report {
   axisLabel() {
     const {axis, timeUnit: [unit]} = this.view;
     if (axis !== "time") return axis;
-    return `${unit} ${this.data.runs.every((run) => run.time_is_estimated) ? "of training" : "since the first start"}`;
+    return `${unit} since the first start`;
   }
 
   axisText(value) {

@@ -1,0 +1,125 @@
+"""List the models that can be trained: families, presets, and which decoders of transformers are proved to train.
+
+    ds-pretrain models
+    ds-pretrain models --prove gpt_oss mamba2
+    ds-pretrain models --prove --output README.md
+"""
+
+import datetime
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrain.cli import Parser, text
+from pretrain.errors import REJECTED, ConfigError
+from pretrain.extensions.wrapped.model_types import their_model_types
+from pretrain.model.config import load_model_config, preset_names
+from pretrain.model.families import FAMILIES
+from pretrain.paths import check_file
+
+if TYPE_CHECKING:
+    from pretrain.extensions.wrapped.all_decoders import Verdict
+
+_WIDTH = 80
+_BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"
+
+
+def main() -> int:
+    """Print the lists, or the verdicts. Return 2 if a named model_type cannot be trained."""
+    parser = Parser(description="List families and presets. With --prove: prove on tiny copies that decoders of the "
+                                "installed transformers train as transformers' own, with equal losses and gradients.")
+    parser.add_argument("--prove", nargs="*", type=text, metavar="MODEL_TYPE",
+                        help="prove these model types; without names: all causal language models of transformers")
+    parser.add_argument("--output", type=text, metavar="FILE",
+                        help="with --prove: write the table to this Markdown file; if it has a table already, replace "
+                             "only that")
+    args = parser.parse_args()
+    if args.prove is None:
+        if args.output is not None:
+            raise ConfigError("--output", problem="it has no effect without --prove", remedy="add --prove")
+        print("\n".join(_lists()))
+        return 0
+    output = None if args.output is None else Path(args.output)
+    if output is not None:
+        check_file(output, "--output")
+    verdicts = _prove(args.prove)
+    if output is not None:
+        _write(output, verdicts)
+    return REJECTED if args.prove and not all(verdict.trains for verdict in verdicts) else 0
+
+
+def _lists() -> list[str]:
+    """Return the families, and the presets with their sizes."""
+    families = textwrap.fill(", ".join(sorted(FAMILIES)), _WIDTH, initial_indent="families    ",
+                             subsequent_indent=" " * 12)
+    lines = [families, "", f"{'preset':<15}{'model_type':<14}"
+             f"{'parameters':>18}{'layers':>8}{'hidden size':>13}{'vocabulary':>12}"]
+    for name in preset_names():
+        config = load_model_config(name)
+        lines.append(f"{name:<15}{config.architecture:<14}{config.num_parameters():>18,}{config.num_layers:>8}"
+                     f"{config.hidden_size:>13,}{config.vocab_size:>12,}")
+    return [*lines, "", "Other decoders of transformers train with transformers' own modules:",
+            "`ds-pretrain models --prove MODEL_TYPE`"]
+
+
+def _prove(names: list[str]) -> "list[Verdict]":
+    """Prove the model types, and print each verdict when it is there. The result is sorted by name."""
+    known = sorted(their_model_types())
+    for name in names:
+        if name not in known:
+            raise ConfigError("--prove", problem=f"transformers {version('transformers')} has no causal language model "
+                              f"of the model_type {name}", word=name, known=known)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
+    from pretrain.extensions.wrapped.all_decoders import prove_all  # imports torch
+
+    verdicts = []
+    for verdict in prove_all(list(dict.fromkeys(names)) or known):
+        verdicts.append(verdict)
+        print(f"{verdict.model_type:<26}{_how(verdict):<24}{_remark(verdict)}".rstrip(), flush=True)
+    print(_summary(verdicts))
+    return sorted(verdicts, key=lambda verdict: verdict.model_type)
+
+
+def _how(verdict: "Verdict") -> str:
+    """Return as what it trains; "no" if it does not."""
+    kinds = (("own family", verdict.own_family), ("wrapped", verdict.wrapped))
+    return ", ".join(kind for kind, is_proved in kinds if is_proved) or "no"
+
+
+def _remark(verdict: "Verdict") -> str:
+    """Return why it does not train, or which parameters get no gradient."""
+    if verdict.bf16_problem:
+        return f"fp32 only; in bf16: {verdict.bf16_problem}"
+    if verdict.reason or not verdict.without_gradient:
+        return verdict.reason
+    names = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in verdict.without_gradient)
+    return f"no gradient: {next(iter(names))}{f' and {len(names) - 1} others' if len(names) > 1 else ''}"
+
+
+def _summary(verdicts: "Iterable[Verdict]") -> str:
+    verdicts = list(verdicts)
+    return f"{sum(verdict.trains for verdict in verdicts)} of {len(verdicts)} model types train"
+
+
+def _write(path: Path, verdicts: "list[Verdict]") -> None:
+    """Write the table, or replace it in a file that has one."""
+    rows = "\n".join(f"| `{verdict.model_type}` | {_how(verdict)} | {_escaped(_remark(verdict))} |"
+                     for verdict in verdicts)
+    table = (f"{_BEGIN}\n{_summary(verdicts)}: transformers {version('transformers')}, "
+             f"{datetime.date.today().isoformat()}, `{' '.join(sys.argv)}`.\n\n"
+             f"| model_type | trains as | refused because, or remark |\n| --- | --- | --- |\n{rows}\n{_END}\n")
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    begin, end = before.find(_BEGIN), before.find(_END)
+    if 0 <= begin < end:
+        table = before[:begin] + table.rstrip("\n") + before[end + len(_END):]
+    path.write_text(table, encoding="utf-8")
+
+
+def _escaped(text: str) -> str:
+    """Return a text for a cell of a table: no bars, tags, links or code."""
+    return re.sub(r"([|<\[\]*_])", r"\\\1", text.replace("`", "'"))
