@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
+    from pretrain.model.operator_memory import OperatorMemory
+    from pretrain.model.operators import Kernels
 
 API = 1  # version of this interface and of `callback.py`
 ENTRY_POINTS = "ds_pretrain.extensions"
@@ -85,6 +87,7 @@ class Problem:
     is_phase: bool = False
     # (event, ranks and hosts as text, is_over=) -> text, advice, and what shows it; in place of the two above
     describe: "str | Callable[..., tuple[str, str, str]]" = ""
+    unless: tuple[str, str] | None = None  # key and value of an event that is no problem
 
 
 class Section(Protocol):
@@ -154,9 +157,14 @@ class Extension:
     problems: Mapping[str, Problem] = field(default_factory=dict)  # by event
     # key that its callbacks add to rows of training -> unit, and definition
     metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    advice: Mapping[str, str] = field(default_factory=dict)  # situation of the core -> what to do: see `advice_on`
+    # event, kind of problem, or name of a hint -> what to do: see `advice_on`; of problems as in `Problem`
+    advice: Mapping[str, str] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
+    operators: "str | Callable[[], Kernels]" = ""
+    # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
+    operator_memory: "str | Callable[[], OperatorMemory]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""
@@ -372,7 +380,7 @@ def request_files(args: "RunArguments") -> dict[str, RequestFile]:
 
 
 def advice_on(situation: str) -> list[str]:
-    """Return what extensions advise in a situation."""
+    """Return what extensions advise: at an event, a hint, or another situation such as "no_update"."""
     return [each.advice[situation] for each in extensions() if situation in each.advice]
 
 

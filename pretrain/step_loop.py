@@ -76,7 +76,7 @@ class StepLoop:
         self.call("close", run)
         run.meter.close()
         announce_end(run.plan, run.step, run.stopped_by, run.meter.losses, run.screen, run.folder,
-                     is_done=run.is_done)
+                     is_done=run.is_done, is_saved=run.saves_at_stop)
 
     def _poll_requests(self) -> Request:
         """Return what the ranks do after this step: what somebody has requested, and what a callback has."""

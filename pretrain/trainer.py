@@ -153,10 +153,8 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
     with deepspeed_output(plan.args.deepspeed_log_level):
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         watchdog.enter("build", 0)
-        kernels, layer_times = (newest_recorded(Path(plan.args.save), key) if dist.get_rank() == 0 else None
-                                for key in ("cpu_kernels", "layer_times"))
-        engine = build_engine(plan, initialize=resume is None and weights is None,
-                              recorded_kernels=kernels, recorded_layer_times=layer_times)
+        layer_times = newest_recorded(Path(plan.args.save), "layer_times") if dist.get_rank() == 0 else None
+        engine = build_engine(plan, initialize=resume is None and weights is None, recorded_layer_times=layer_times)
         watchdog.enter("load", 0)
         with_state = {callback.name: callback for callback in callbacks.at("state")} if callbacks else {}
         keep_states(engine, with_state)

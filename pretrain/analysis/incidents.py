@@ -24,17 +24,15 @@ _LONGEST_TEXT = 400  # characters
 _LISTED = 8  # in a terminal
 _SILENT_S = 600.0  # a run that writes no row for this long, and for 20 times the usual interval, is reported
 _START_AGAIN = "; start the run again, or use `ds-pretrain supervise`"
-_WRONG = ". ".join(["do not trust the machine", *advice_on("wrong_step")])
-_SAMPLES = "; ".join(advice_on("bad_step"))
 
-# by kind: the name of the event, or what the end of the files shows
+# by kind: the name of the event, or what the end of the files shows; extensions may advise more
 _KINDS: dict[str, Problem] = {
-    "corruption": Problem("copies of a parameter differ between ranks: {reason}", _WRONG, ("start",)),
-    "recomputation": Problem("{reason}", _WRONG, ("start",)),
-    "spike": Problem("{reason}", _SAMPLES),
-    "skip": Problem("an update was skipped: {reason}", _SAMPLES),
-    "not_finite": Problem("the loss is NaN or infinite", _SAMPLES, ()),
-    "rollback": Problem("the run returned to an earlier checkpoint: {reason}", _SAMPLES),
+    "corruption": Problem("copies of a parameter differ between ranks: {reason}",
+                          "do not trust the machine", ("start",)),
+    "spike": Problem("{reason}"),
+    "skip": Problem("an update was skipped: {reason}"),
+    "not_finite": Problem("the loss is NaN or infinite", over=()),
+    "rollback": Problem("the run returned to an earlier checkpoint: {reason}"),
     "hang": Problem("the run hung: {reason}", "read the stacks of all ranks in {path}; look at the machine of the rank "
                     "that is named", ("start",)),
     "crash": Problem("the run crashed: {reason}", f"read the last lines of the launcher's output{_START_AGAIN}",
@@ -45,7 +43,7 @@ _KINDS: dict[str, Problem] = {
                         ("start",)),
     "silent": Problem("{reason}", "look at the launcher's output, and at the machine of rank 0", ("start",)),
     "guard": Problem("the guard against bad steps stopped the run: {reason}",
-                     "; ".join([*advice_on("bad_step"), "another start alone does not help"]), ("start",)),
+                     "another start alone does not help", ("start",)),
     "save_failed": Problem("a checkpoint was not written: {reason}", "make space, or repair the storage",
                            ("save", "start")),
     "after_save_failed": Problem("a checkpoint was not mirrored, or older ones not removed: {reason}",
@@ -55,7 +53,6 @@ _KINDS: dict[str, Problem] = {
     "data_changed": Problem("a file of the data was changed: {reason}", "do not write to the data of a run"),
     "data_replaced": Problem("a file of the data was replaced or removed: {reason}",
                              "restore the file before the next start", ("start", "finished")),
-    "tasks_failed": Problem("lm-eval could not score the tasks: {reason}", "look at the terminal's output"),
     "verify": Problem("{reason}"),
 }
 
@@ -133,13 +130,13 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int,
     if kind == "stop" and row.get("exit_code") == GUARD:
         kind = "guard"
     problem = known.get(kind)
-    if problem is None or (kind == "recomputation" and row.get("finding") == "off"):
+    if problem is None or (problem.unless and row.get(problem.unless[0]) == problem.unless[1]):
         return None
     end = None if problem.over is None else next((after for after in islice(rows, number + 1, None)
                                                   if _ends(problem, row, after)), None)
     step = _step(row.get("since" if problem.is_phase else "step"))
     machine, reason = _machine(row), printable(str(row.get("reason") or ""))
-    what, advice, detail = problem.text.format(reason=reason), problem.advice, ""
+    what, advice, detail = problem.text.format(reason=reason), _advice_on(kind, problem), ""
     subject = str(row.get("name") or re.sub(r"\d+", "", reason))
     last, when = _step(row.get("step")), _time(row)
     if problem.is_phase:
@@ -155,6 +152,11 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int,
     return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), advice, step, last, _time(row), when,
                     is_open=problem.over is not None and end is None, subject=subject,
                     machine=machine, detail=shorten(detail, _LONGEST_TEXT))
+
+
+def _advice_on(kind: str, problem: Problem) -> str:
+    """Return what to do: of the problem, and of extensions."""
+    return "; ".join(filter(None, [problem.advice, *advice_on(kind)]))
 
 
 def _advice(text: str, table: RunTable, step: int | None, path: object = None) -> str:
@@ -217,7 +219,8 @@ def _of_the_end(table: RunTable, now: float) -> Iterable[Incident]:
 
 def _at_the_end(kind: str, table: RunTable, step: int | None, last_step: int | None, when: float | None) -> Incident:
     problem = _KINDS[kind]
-    return Incident(kind, problem.text, _advice(problem.advice, table, step), step, last_step, when, when, is_open=True)
+    advice = _advice(_advice_on(kind, problem), table, step)
+    return Incident(kind, problem.text, advice, step, last_step, when, when, is_open=True)
 
 
 def _joined(incidents: list[Incident], *, gap: int) -> list[Incident]:

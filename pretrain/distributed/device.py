@@ -110,6 +110,11 @@ def cpuinfo() -> str:
         return ""
 
 
+def cpu_features() -> str:
+    """Return the CPU's instruction sets, on which the code of -march=native depends."""
+    return "".join(sorted({line for line in cpuinfo().splitlines() if line.startswith(("flags", "Features"))}))
+
+
 def cuda_device() -> Device:
     """Describe what each visible NVIDIA device can do. If nvidia-smi fails, assume Ampere GPUs and nvcc.
 

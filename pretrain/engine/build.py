@@ -23,7 +23,7 @@ from pretrain.distributed.deepspeed_version import shortcut, workarounds
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.distributed.process import keep_freed_memory
 from pretrain.engine.attachments import Attachments, attach
-from pretrain.engine.chosen_operators import choose_kernels, multiply_in_fp8, operators_on_cuda
+from pretrain.engine.chosen_operators import multiply_in_fp8, operators_on_cuda
 from pretrain.engine.deterministic import set_deterministic
 from pretrain.engine.expert_parallelism import (
     announced_experts,
@@ -31,7 +31,6 @@ from pretrain.engine.expert_parallelism import (
     mark_partitioned_experts,
     with_expert_groups,
 )
-from pretrain.engine.gradient_passes import pass_over_gradients_in_c
 from pretrain.engine.layer_times import with_layer_times
 from pretrain.engine.optimizer import (
     eight_bit_optimizer,
@@ -59,6 +58,7 @@ from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
 from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks, gather_complete_blocks
+from pretrain.model.operators import all_kernels, choose_operators
 from pretrain.model.parameters import check_dtype
 
 
@@ -102,20 +102,18 @@ def _scheduler(plan: Plan) -> Callable[[torch.optim.Optimizer], LambdaLR] | None
 
 
 def build_engine(plan: Plan, *, initialize: bool = True,
-                 recorded_kernels: dict[str, bool] | None = None,
                  recorded_layer_times: dict[str, Any] | None = None) -> DeepSpeedEngine:
     """Build the engine. The process group must exist.
 
     Its initial weights depend only on (seed, parameter name). With `initialize` false they are not set: the caller
     loads all weights.
 
-    `recorded_kernels`, `recorded_layer_times`: the C kernels and the times of layers of the run's newest start
-    (monitor/read_run_folder.py), if it has one.
+    `recorded_layer_times`: the times of layers of the run's newest start (monitor/read_run_folder.py), if it has one.
     """
     if plan.args.emulate_fp16:
         emulate_fp16()
     set_deterministic(plan.args.deterministic)
-    choose_kernels(recorded_kernels, measured=not plan.args.deterministic)
+    choose_operators(plan)
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     forget_group_of_earlier_engine()
     with workarounds():
@@ -157,7 +155,8 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     with shortcut("fewer reads from the device"):
         read_less(engine, own.update)
     wait_on_device(engine, own.update)
-    pass_over_gradients_in_c(engine)
+    for kernels in all_kernels():
+        kernels.patch(engine)
     add_recipe(engine, plan.args)
     patch_flops_profiler(engine)
     if engine.device.type == "cpu":

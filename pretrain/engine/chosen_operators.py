@@ -1,25 +1,20 @@
-"""Which operators a run uses: C kernels on CPUs, kernels of attention on CUDA. All ranks choose the same ones."""
+"""Which operators a run uses on CUDA: kernels of attention. All ranks choose the same ones."""
 
-import sys
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from deepspeed.accelerator import get_accelerator
 from torch.nn.attention import SDPBackend
 
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.model.config import ModelConfig
-from pretrain.model.kernels.cpu.choice import fastest_choice, parse_choice, right_in_c, set_choice
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, reject_flex, why_not_flex
 from pretrain.model.kernels.fp8 import Fp8Products
 from pretrain.model.kernels.torch_attention import alibi_slopes, takes_fewer_heads, torch_causal_attention
-from pretrain.model.layers.linear import use_fp8
+from pretrain.model.layers.linear import use_products
 from pretrain.model.parameters import DTYPES
 
 _NAMES = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cuDNN",
@@ -27,36 +22,10 @@ _NAMES = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cuDN
 _TOLERANCE = 0.02  # of outputs and gradients in 16 bits, relative to their norm
 
 
-def choose_kernels(recorded: dict[str, bool] | None, *, measured: bool = True) -> None:
-    """Choose at the start of a run which families of operators are computed in C. Collective; on GPUs, do nothing.
-
-    The order of preference is: the choice that the run folder records, because a resume must be bit-exact; the choice
-    that is cached for the CPU of rank 0; a measurement of some milliseconds on rank 0. A family that is not possible on
-    the CPU of every rank is computed by torch on all ranks: replicas of the parameters must stay equal.
-
-    Args:
-        recorded: the choice of the run's newest start, as run.json has it; only rank 0's value is used.
-        measured: whether a family is in C only if it is faster. Two runs may measure different times.
-    """
-    if get_accelerator().device_name() != "cpu":
-        return
-    wanted: list[Any] = [(parse_choice(recorded), fastest_choice() if measured else right_in_c())
-                         if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(wanted, src=0)
-    earlier, fastest = wanted[0]
-    possible = frozenset.intersection(*gather(right_in_c()))
-    set_choice((fastest if earlier is None else earlier) & possible)
-    lost = sorted((earlier or frozenset()) - possible)
-    if lost and dist.get_rank() == 0:
-        print(f"warning: the C kernels for {', '.join(lost)}, which this run used before, are not available on this "
-              "machine, so torch's operators are used: the next losses differ in the last bits from those of a run "
-              "without this change", file=sys.stderr, flush=True)
-
-
 def multiply_in_fp8(module: torch.nn.Module, plan: Plan) -> None:
     """With --fp8, let the linear layers of a model or a block multiply in FP8; emulate it on CPUs."""
     if plan.args.fp8 is not None:
-        use_fp8(module, Fp8Products(plan.args.fp8, emulate=plan.device.kind == "cpu"))
+        use_products(module, Fp8Products(plan.args.fp8, emulate=plan.device.kind == "cpu"))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""Hooks on the layers of a rank: on their outputs, and on the gradients of their parameters.
-
-They take the checksums of the flight recorder (layer_digests.py) and of micro-batches that are computed again
-(first_micro_batch.py).
-"""
+"""Hooks on the layers of a rank: on their outputs, and on the gradients of their parameters."""
 
 from collections.abc import Callable
 from functools import partial

@@ -42,8 +42,8 @@ from typing import Any
 import torch
 import torch.utils.cpp_extension
 
+from pretrain.distributed.device import cpu_features
 from pretrain.errors import ConfigError
-from pretrain.model.kernels.cpu.library import cpu_features
 from pretrain.terminal import is_watched
 
 _TORCH_LOAD = torch.utils.cpp_extension.load

@@ -5,22 +5,24 @@ attention saves q, k, v, its output and the logarithm of each softmax sum. With 
 its output before and after its exchange.
 """
 
+from dataclasses import replace
+
 from pretrain.model.attention_on_cuda import has_flash, why_not_flex
 from pretrain.model.description import ModelConfig
 from pretrain.model.operator_memory import (
-    ATTENTION_ROWS,
-    CPU_SCORES,
     FP32,
     INT64,
+    AttentionMemory,
     MicroBatch,
     column_input_bytes,
     linear_saved,
+    norm_memory,
     norm_of_rows_saved,
+    offered,
     qkv_bytes,
     qkv_width,
     query_width,
     recomputes_norms,
-    uses_c_norm,
 )
 
 
@@ -39,22 +41,36 @@ def attention_saved(config: ModelConfig, batch: MicroBatch, window: int = 0) -> 
     Args:
         window: number of latest tokens that a query sees; 0: all.
     """
-    output = linear_saved(query_width(config, batch), batch)
-    if uses_c_attention(config, batch):
-        log_sums = batch.tokens * config.num_heads // batch.tensor_parallel_size * FP32
-        inputs = 2 if _qk_norm_keeps_input(config, batch) else 1  # the normalised ones, and the output of `qkv`
-        core = inputs * qkv_bytes(config, batch) + log_sums + output
-        core += output if batch.sequence_parallel_size > 1 else 0
-    elif uses_cpu_attention(config, batch):
-        core = _qkv_saved(config, batch) + output
-    elif config.attention_softcap and not uses_flex(config, batch):
-        core = _capped_attention_saved(config, batch) + output
-    elif not batch.cuda and config.attention_dropout:
-        core = _unfused_attention_saved(config, batch) + output
-    else:
-        core = _fused_attention_saved(config, batch, window)
     qkv_input = 0 if recomputes_norms(config, batch) else column_input_bytes(config, batch)
-    return qkv_input + _qk_norm_saved(config, batch) + core
+    return qkv_input + _qk_norm_saved(config, batch) + attention_memory(config, batch, window).saved
+
+
+def attention_memory(config: ModelConfig, batch: MicroBatch, window: int = 0) -> AttentionMemory:
+    """Return what the attention core needs."""
+    found = offered(lambda memory: memory.attention(config, batch, window))
+    return torch_attention_memory(config, batch, window) if found is None else found
+
+
+def torch_attention_memory(config: ModelConfig, batch: MicroBatch, window: int) -> AttentionMemory:
+    """Return what torch's operators need.
+
+    The peak of the backward pass is the larger of two sums: the gradients of the output and of q, k and v, or the
+    gradients of q, k and v twice, while they are concatenated for `qkv`. The exchange between the ranks of a sequence
+    has them three times: before, after, and in the order of `qkv`. With soft-capping, or with dropout on a CPU, torch
+    has no fused kernel. The peak is then a gradient [H, N, T] in fp32, or two of them without dropout.
+    """
+    output = linear_saved(query_width(config, batch), batch)
+    scores = round(batch.tokens * batch.seq_length * config.num_heads / batch.tensor_parallel_size) * FP32
+    flex = uses_flex(config, batch)
+    if config.attention_softcap and not flex:
+        return AttentionMemory(_capped_attention_saved(config, batch) + output,
+                               scores if config.attention_dropout else 2 * scores)
+    if not batch.cuda and config.attention_dropout:
+        return AttentionMemory(_unfused_attention_saved(config, batch) + output, scores)
+    qkv = qkv_bytes(config, batch)
+    exchanged = 3 * qkv if batch.sequence_parallel_size > 1 else 0
+    return AttentionMemory(_fused_attention_saved(config, batch, window), max(output + qkv, 2 * qkv, exchanged),
+                           needs_masks=not flex, needs_document_masks=not flex)
 
 
 def _qk_norm_saved(config: ModelConfig, batch: MicroBatch) -> int:
@@ -73,17 +89,7 @@ def _qk_norm_saved(config: ModelConfig, batch: MicroBatch) -> int:
     return total
 
 
-def uses_cpu_attention(config: ModelConfig, batch: MicroBatch) -> bool:
-    """Return whether a custom operator computes the attention, in C or not: on CPUs in bf16 without dropout."""
-    return not (batch.cuda or batch.plain or batch.fp16 or config.attention_dropout) and batch.element_bytes == 2
-
-
-def uses_c_attention(config: ModelConfig, batch: MicroBatch) -> bool:
-    """Return whether model/kernels/cpu/attention.py computes the attention, which rotates q and k itself."""
-    return batch.c_attention and uses_cpu_attention(config, batch)
-
-
-def _qkv_saved(config: ModelConfig, batch: MicroBatch, *, all_heads: bool = False) -> int:
+def qkv_saved(config: ModelConfig, batch: MicroBatch, *, all_heads: bool = False) -> int:
     """Bytes of q, k and v, which are views of the output of `qkv`, or new tensors.
 
     Rotation (RoPE) makes new tensors of q and k; the output of `qkv` remains allocated, as v is still a view of it.
@@ -94,15 +100,14 @@ def _qkv_saved(config: ModelConfig, batch: MicroBatch, *, all_heads: bool = Fals
     heads, kv_heads, rope = config.num_heads, config.num_kv_heads, config.position == "rope"
     repeated = all_heads and kv_heads < heads
     new_heads = (heads if rope else 0) + (2 * heads if repeated else kv_heads if rope else 0)
-    has_views = not (rope and repeated) or _qk_norm_keeps_input(config, batch)
+    has_views = not (rope and repeated) or qk_norm_keeps_input(config, batch)
     new = new_heads * config.head_size // batch.tensor_parallel_size
     return batch.tokens * (new + (qkv_width(config, batch) if has_views else 0)) * batch.element_bytes
 
 
-def _qk_norm_keeps_input(config: ModelConfig, batch: MicroBatch) -> bool:
+def qk_norm_keeps_input(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether the norms of queries and keys save views of the output of `qkv`, instead of an fp32 copy."""
-    converts = batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda) and not uses_c_norm(config, batch)
-    return bool(config.qk_norm) and not converts
+    return bool(config.qk_norm) and norm_memory(config, replace(batch, compiled=False)).keeps_input
 
 
 def _fused_attention_saved(config: ModelConfig, batch: MicroBatch, window: int) -> int:
@@ -123,7 +128,7 @@ def _fused_attention_saved(config: ModelConfig, batch: MicroBatch, window: int) 
     copied = batch.sequence_parallel_size > 1 or (config.position == "rope" and not is_efficient)
     outputs = 2 if copied else 1
     mask = batch.seq_length**2 * batch.element_bytes if has_window and not alibi and not documents else 0
-    return _qkv_saved(config, batch, all_heads=has_window or alibi or documents or is_efficient) + log_sums + mask \
+    return qkv_saved(config, batch, all_heads=has_window or alibi or documents or is_efficient) + log_sums + mask \
         + outputs * linear_saved(query_width(config, batch), batch)
 
 
@@ -137,7 +142,7 @@ def _capped_attention_saved(config: ModelConfig, batch: MicroBatch) -> int:
     per_score = size + FP32 + (size if size != FP32 or dropout else 0) + (batch.mask_bytes if dropout else 0)
     scores = round(batch.tokens * batch.seq_length * config.num_heads / batch.tensor_parallel_size)
     mask = 0 if batch.documents else batch.seq_length**2
-    return _qkv_saved(config, batch, all_heads=True) + scores * per_score + mask
+    return qkv_saved(config, batch, all_heads=True) + scores * per_score + mask
 
 
 def _unfused_attention_saved(config: ModelConfig, batch: MicroBatch) -> int:
@@ -146,55 +151,8 @@ def _unfused_attention_saved(config: ModelConfig, batch: MicroBatch) -> int:
     These are q, k and v of all heads in fp32, and three fp32 tensors [H, N, T]: softmax, noise and their product.
     """
     heads = config.num_heads / batch.tensor_parallel_size
-    inputs = qkv_bytes(config, batch) if _qk_norm_keeps_input(config, batch) else 0
+    inputs = qkv_bytes(config, batch) if qk_norm_keeps_input(config, batch) else 0
     return inputs + round(batch.tokens * heads * (3 * config.head_size + 3 * batch.seq_length) * FP32)
-
-
-def attention_backward(config: ModelConfig, batch: MicroBatch, window: int) -> int:
-    """Bytes of gradients and working memory in attention's backward pass.
-
-    The peak is the larger of two sums: the gradients of the output and of q, k and v with the kernel's working memory,
-    or the gradients of q, k and v twice, while they are concatenated for `qkv`. The exchange between the ranks of a
-    sequence has them three times: before, after, and in the order of `qkv`. With soft-capping, or with dropout on a
-    CPU, torch has no fused kernel. The peak is then a gradient [H, N, T] in fp32, or two of them without dropout.
-    """
-    scores = round(batch.tokens * batch.seq_length * config.num_heads / batch.tensor_parallel_size) * FP32
-    if config.attention_softcap and not (uses_cpu_attention(config, batch) or uses_flex(config, batch)):
-        return scores if config.attention_dropout else 2 * scores
-    if not batch.cuda and config.attention_dropout:
-        return scores
-    qkv = qkv_bytes(config, batch)
-    exchanged = 3 * qkv if batch.sequence_parallel_size > 1 else 0
-    if uses_c_attention(config, batch):  # with norms of q and k, their gradients are concatenated
-        return max(linear_saved(query_width(config, batch), batch) + qkv, 2 * qkv if config.qk_norm else 0, exchanged)
-    uses_rows = uses_cpu_attention(config, batch) or (batch.documents and not batch.cuda)
-    work = _cpu_attention_work(config, batch, window) if uses_rows else 0
-    return max(linear_saved(query_width(config, batch), batch) + qkv + work, 2 * qkv, exchanged)
-
-
-def _cpu_attention_work(config: ModelConfig, batch: MicroBatch, window: int) -> int:
-    """Bytes of working memory in the backward pass of model/kernels/cpu_attention.py.
-
-    The kernel processes as many samples at once as have CPU_SCORES scores, in blocks of ATTENTION_ROWS queries. It
-    holds k and v in the order of heads, their gradients in fp32, a block's queries and output gradients, and several
-    tensors [H, rows, S] for the S keys that the block sees: scores, probabilities and their gradients, and with
-    soft-capping the tanh. At the peak one of two more tensors exists: the previous block's scores (`previous` is that
-    block's length as a fraction of S), or the product that is added to the gradient of k. ALiBi is a tensor
-    [H, rows, T + rows].
-    """
-    heads, kv_heads = config.num_heads / batch.head_ranks, config.num_kv_heads / batch.head_ranks
-    samples = min(batch.samples, max(1, int(CPU_SCORES // (heads * ATTENTION_ROWS * batch.seq_length))))
-    length = batch.seq_length
-    seen = min(length, window + ATTENTION_ROWS - 1) if window else length
-    rows, previous = min(ATTENTION_ROWS, length), min(1.0, max(0, length - ATTENTION_ROWS) / seen)
-    keys, seen_keys = kv_heads * length * config.head_size, kv_heads * seen * config.head_size
-    scores, tanh = heads * rows * seen, 1 if config.attention_softcap else 0
-    scores = max((3 + tanh + previous) * scores, (2 + tanh + (3 + tanh) * previous) * scores,
-                 (3 + tanh) * scores + seen_keys)
-    queries = 2 * heads * rows * config.head_size
-    alibi = heads * ATTENTION_ROWS * (length + ATTENTION_ROWS) if config.position == "alibi" else 0
-    return round(samples * ((scores + queries + 2 * keys) * batch.element_bytes + 2 * keys * FP32)) \
-        + round(alibi + ATTENTION_ROWS**2) * batch.element_bytes
 
 
 def shared_mask_bytes(config: ModelConfig, batch: MicroBatch) -> int:
@@ -202,7 +160,7 @@ def shared_mask_bytes(config: ModelConfig, batch: MicroBatch) -> int:
 
     These are [T, T] of one byte for each size of a window (0 is a size with soft-capping), and [H, T, T] for ALiBi.
     """
-    if uses_cpu_attention(config, batch) or uses_flex(config, batch):
+    if not attention_memory(config, batch).needs_masks:
         return 0
     windows = {window for window in config.windows or (0,) if 0 < window < batch.seq_length or config.attention_softcap}
     windows = set() if batch.documents and batch.cuda else windows  # document_bytes counts them
@@ -222,7 +180,7 @@ def document_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     tokens = batch.tokens * batch.sequence_parallel_size  # these tensors are not divided
     tables = ropes * tokens * config.rotary_size * batch.element_bytes
     masks = 0
-    if (batch.cuda and not uses_flex(config, batch)) or config.attention_dropout:
+    if attention_memory(config, batch).needs_document_masks:
         windows = {window if window < batch.seq_length else 0 for window in config.windows or (0,)}
         heads = config.num_heads // batch.head_ranks if config.position == "alibi" else 1
         masks = batch.samples * heads * batch.seq_length**2 * batch.element_bytes * len(windows)

@@ -9,11 +9,12 @@ Shapes in docstrings: N tokens of the micro-batch, C tokens of a chunk, D hidden
 
 from dataclasses import replace
 
-from pretrain.model.attention_memory import attention_backward, attention_saved, uses_c_attention, uses_cpu_attention
+from pretrain.model.attention_memory import attention_memory, attention_saved
 from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.operator_memory import (
     FP32,
     INT64,
+    LossMemory,
     MicroBatch,
     column_backward,
     column_input_bytes,
@@ -24,12 +25,13 @@ from pretrain.model.operator_memory import (
     linear_saved,
     mlp_inner,
     mlp_saved,
+    norm_memory,
     norm_saved,
+    offered,
     qkv_bytes,
     query_width,
     recomputes_norms,
     saves_inner,
-    uses_c_norm,
 )
 
 # sizes by which model/kernels/fused_loss.py divides the work
@@ -99,8 +101,7 @@ def _recomputed(config: ModelConfig, batch: MicroBatch, part: str, window: int, 
 
 def _norm_converts(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether the norm before attention or MLP saves its input in fp32 instead of the input itself."""
-    converts = config.norm == "rmsnorm" and batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda)
-    return config.pre_norm and bool(converts) and not (uses_c_norm(config, batch) or (batch.compiled and batch.cuda))
+    return config.pre_norm and not norm_memory(config, batch).keeps_input
 
 
 def layer_saved(config: ModelConfig, layer: Layer, batch: MicroBatch, part: str = "none") -> int:
@@ -138,9 +139,9 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     """Bytes that a block's backward pass allocates at its peak, beyond what the block saved with this `part`.
 
     The gradient of the residual stream exists during the complete pass. The largest of three phases adds to it. A
-    post-norm comes first; torch's RMSNorm on a CPU has four tensors in fp32. The MLP's phase has recomputed tensors and
-    gradients of inner tensors, of one tile at a time with --mlp_tiles. The attention's phase follows, after the MLP's
-    saved tensors are freed. A part that is recomputed is allocated at the beginning of its phase.
+    post-norm comes first. The MLP's phase has recomputed tensors and gradients of inner tensors, of one tile at a time
+    with --mlp_tiles. The attention's phase follows, after the MLP's saved tensors are freed. A part that is recomputed
+    is allocated at the beginning of its phase.
     """
     batch = _with_kept_norms(config, batch, part)
     residual = hidden_states_bytes(config, batch) * (2 if config.residual_dropout > 0 else 1)
@@ -156,12 +157,11 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     mlp = gradients - (norm if config.post_norm else 0)  # post_norm2 is freed before
     freed = experts_saved(config, batch) if experts else mlp_saved(config, batch)
     freed += (2 * norm if config.post_norm else 0) + (norm if config.pre_norm else 0)
-    if uses_cpu_attention(config, batch) and not uses_c_attention(config, batch):
-        # only `out` saves the attention's output, and frees it before this phase
+    core = attention_memory(config, batch, window)
+    if not core.saves_output:  # only `out` saves the attention's output, and frees it before this phase
         freed += linear_saved(query_width(config, batch), batch)
-    on_cpu_in_fp32 = config.post_norm and config.norm == "rmsnorm" and not batch.cuda and not uses_c_norm(config, batch)
-    post_norm = 4 * batch.shard_tokens * config.hidden_size * FP32 if on_cpu_in_fp32 else 0
-    attention = attention_backward(config, batch, window)
+    post_norm = norm_memory(config, replace(batch, tokens=batch.shard_tokens)).backward if config.post_norm else 0
+    attention = core.backward
     if batch.tensor_parallel_size > 1:  # when the gradients of the inner tensors exist
         columns = column_backward(config, batch)
         mlp = max(mlp, (2 if config.gated_mlp else 1) * inner + columns)
@@ -213,41 +213,49 @@ def loss_peak(config: ModelConfig, batch: MicroBatch) -> int:
     The sum has four parts: the saved tensors, two fp32 vectors [N], one chunk's logits, and the larger of (a) the
     chunk's softmax in fp32 and (b) the chunk's hidden states multiplied with the token weights. A CPU computes the
     softmax of a few rows at a time, so that they stay in its cache; the result of the previous rows still exists then.
-    In bf16 and fp32 without soft-capping, a C function needs no memory for it. In bf16 and fp16, the gradients of
-    several chunks are added in fp32. When this sum is converted, the logits no longer exist.
-
-    Tensor-parallel ranks gather the hidden states, and compute the softmax of a complete chunk
-    (model/kernels/vocabulary_shards.py): of the fp32 logits, their distance from the largest one and its exponential.
+    In bf16 and fp16, the gradients of several chunks are added in fp32. When this sum is converted, the logits no
+    longer exist. Tensor-parallel ranks gather the hidden states.
     """
     vocab_size, converts = _vocab_size(config, batch), batch.element_bytes != FP32
-    chunk = _chunk(batch)
-    rows = chunk if batch.cuda else min(chunk, max(1, CPU_LOGITS // vocab_size))
-    tensors = 2 if converts or config.logit_softcap else 1  # the softmax, and the logits converted to fp32 or capped
-    next_rows = min(rows, chunk - rows)
-    softmax_rows = max(tensors * rows, rows + tensors * next_rows)
-    if config.logit_softcap:  # the capped logits of the previous rows also exist while the next ones are computed
-        softmax_rows = 2 * rows + next_rows
+    chunk, loss = _chunk(batch), _loss_memory(config, batch)
     weighted = chunk * config.hidden_size * (FP32 + (batch.element_bytes if converts else 0))
-    in_c = not batch.cuda and not batch.fp16 and not config.logit_softcap
-    gathered = 0
-    if batch.tensor_parallel_size > 1:
-        gathered = batch.tokens * config.hidden_size * batch.element_bytes
-        softmax_rows, in_c = (tensors + 1) * chunk, False
+    gathered = batch.tokens * config.hidden_size * batch.element_bytes if batch.tensor_parallel_size > 1 else 0
     adds_in_fp32 = converts and chunk < batch.tokens
     if adds_in_fp32:
-        weighted = max(weighted, _part_of_sum(config, batch, in_c=in_c))
-    work = _logits_bytes(config, batch) + (weighted if in_c else max(softmax_rows * vocab_size * FP32, weighted))
+        weighted = max(weighted, _part_of_sum(config, batch, loss.copies))
+    work = _logits_bytes(config, batch) + max(loss.softmax, weighted)
     if adds_in_fp32:  # instead of the gradient in the dtype of the matrix, which is made of it at the end
         work = max(work, _weight_bytes(config, batch)) + vocab_size * config.hidden_size * FP32
         work -= _weight_bytes(config, batch)
     return loss_saved(config, batch) + 2 * batch.tokens * FP32 + work + gathered
 
 
-def _part_of_sum(config: ModelConfig, batch: MicroBatch, *, in_c: bool) -> int:
+def _loss_memory(config: ModelConfig, batch: MicroBatch) -> LossMemory:
+    """Return what a chunk needs beyond its logits.
+
+    Tensor-parallel ranks compute the softmax of a complete chunk (model/kernels/vocabulary_shards.py): of the fp32
+    logits, their distance from the largest one and its exponential.
+    """
+    found = offered(lambda memory: memory.loss(config, batch))
+    if found is not None:
+        return found
+    vocab_size, chunk = _vocab_size(config, batch), _chunk(batch)
+    rows = chunk if batch.cuda else min(chunk, max(1, CPU_LOGITS // vocab_size))
+    # the softmax, and the logits converted to fp32 or capped
+    tensors = 2 if batch.element_bytes != FP32 or config.logit_softcap else 1
+    next_rows = min(rows, chunk - rows)
+    softmax_rows = max(tensors * rows, rows + tensors * next_rows)
+    if config.logit_softcap:  # the capped logits of the previous rows also exist while the next ones are computed
+        softmax_rows = 2 * rows + next_rows
+    if batch.tensor_parallel_size > 1:
+        softmax_rows = (tensors + 1) * chunk
+    return LossMemory(softmax_rows * vocab_size * FP32, copies=1)
+
+
+def _part_of_sum(config: ModelConfig, batch: MicroBatch, copies: int) -> int:
     """Bytes of a chunk's weighted hidden states, and on CPUs of the product that is added to the sum in fp32."""
     if batch.cuda:
         return 0
-    copies = 2 if in_c else 1  # with their transpose
     product = min(CPU_PRODUCT, _vocab_size(config, batch) * config.hidden_size)
     return (copies * _chunk(batch) * config.hidden_size + product) * batch.element_bytes
 

@@ -1,5 +1,8 @@
 """Bytes that autograd saves for the backward pass: one function for each operator of a block. Imports no torch.
 
+The formulas are those of torch's operators. An extension that computes an operator itself (operators.py) states what
+its implementation needs: see OperatorMemory.
+
 attention_memory.py has the operators of attention. The description of a model (description.py) says which operators
 there are. layer_memory.py adds them up for a layer.
 
@@ -19,18 +22,18 @@ Shapes in docstrings: N tokens of the micro-batch, D hidden_size, F intermediate
 seq_length. Every size is for one rank.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
+from pretrain.extension import extensions
 from pretrain.model.description import ModelConfig
 
-# sizes by which model/kernels/cpu_attention.py divides the work, so that the scores stay in the cache
-CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time
-ATTENTION_ROWS = 128  # queries of a block; keys later than the block are skipped
+if TYPE_CHECKING:
+    from pretrain.config.layout import Layout
 
-# elements of the gradients that engine/gradient_passes.py converts to fp32 at a time; Adam's kernel rounds the last
-# elements otherwise if their number is no multiple of 128, so that this one gives the bits of a single piece
-PIECE_ELEMENTS = 2**20
-
+T = TypeVar("T")
 FP32, INT64 = 4, 8  # bytes of an element
 
 
@@ -44,14 +47,13 @@ class MicroBatch:
     cuda: bool  # whether CUDA kernels compute the activations, or CPU kernels
     tensor_parallel_size: int = 1
     documents: bool = False  # --document_attention
-    fp16: bool = False  # on CPUs fp16 uses torch's attention, bf16 uses model/kernels/cpu_attention.py
+    fp16: bool = False  # the 16-bit type is fp16, and not bf16
     sequence_parallel_size: int = 1
     mlp_tiles: int = 1  # pieces in which the MLP is computed and recomputed
     fp8: bool = False  # linear layers multiply in FP8 (model/kernels/fp8.py)
     keeps_norms: bool = False  # linear layers save the norms that they are given even where they could recompute them
     plain: bool = False  # --plain_operators
     compiled: bool = False  # --compile_blocks
-    c_attention: bool = False  # on a CPU for which attention in bf16 is in C (model/kernels/cpu/attention.py)
 
     @property
     def mask_bytes(self) -> int:
@@ -74,6 +76,69 @@ class MicroBatch:
         return self.tensor_parallel_size * self.sequence_parallel_size
 
 
+@dataclass(frozen=True)
+class NormMemory:
+    """Bytes that a norm needs, for all vectors of a micro-batch."""
+
+    extra: int  # what it saves beyond its input: statistics, copies
+    keeps_input: bool = True  # it saves its input, which others may save, too; False: a copy, which `extra` counts
+    is_recomputed: bool = False  # linear layers recompute the norm instead of saving it (kernels/norm.py)
+    backward: int = 0  # allocated at the peak of its backward pass, beyond the gradient of its input
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """Bytes that attention needs, without its norms and the input of `qkv`."""
+
+    saved: int  # by the attention, and by `out`
+    backward: int  # allocated at the peak of its backward pass
+    saves_output: bool = True  # attention itself saves its output; False: `out` alone does, and frees it earlier
+    needs_masks: bool = True  # for windows and ALiBi, once for all blocks
+    needs_document_masks: bool = True  # for the documents of each micro-batch, once for all blocks
+
+
+@dataclass(frozen=True)
+class LossMemory:
+    """Bytes that the loss needs for a chunk of tokens, beyond its logits."""
+
+    softmax: int
+    copies: int  # number of copies of the hidden states while the gradient of the matrix is added in fp32
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """How the gradients of ZeRO-1 and ZeRO-2 are converted to fp32 for the optimizer."""
+
+    is_one_pass: bool  # they are converted as they are concatenated
+    most_elements: int | None  # that exist in fp32 at a time; None: all
+
+
+class OperatorMemory:
+    """What an extension's implementations need (Extension.operator_memory); None where it does not compute."""
+
+    def norm(self, config: ModelConfig, batch: "MicroBatch", rows: int, size: int) -> NormMemory | None:
+        """Return what a norm needs which has `rows` vectors of `size` elements for each token."""
+
+    def attention(self, config: ModelConfig, batch: "MicroBatch", window: int) -> AttentionMemory | None:
+        """Return what an attention needs. `window`: number of latest tokens that a query sees; 0: all."""
+
+    def loss(self, config: ModelConfig, batch: "MicroBatch") -> LossMemory | None:
+        """Return what head and loss need."""
+
+    def update(self, layout: "Layout") -> UpdateMemory | None:
+        """Return how gradients are converted to fp32."""
+
+
+@functools.cache
+def _offered() -> tuple[OperatorMemory, ...]:
+    return tuple(make() for each in extensions() if (make := each.function("operator_memory")))
+
+
+def offered(ask: Callable[[OperatorMemory], T | None]) -> T | None:
+    """Return the answer of the first extension that computes the operator; None: torch's operators do."""
+    return next((found for each in _offered() if (found := ask(each)) is not None), None)
+
+
 def hidden_states_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the tensor [N, D] that one layer passes to the next, or of the shard of it that this rank holds."""
     return batch.shard_tokens * config.hidden_size * batch.element_bytes
@@ -90,35 +155,37 @@ def norm_saved(config: ModelConfig, batch: MicroBatch, *, shared_input: bool = F
 
 
 def norm_of_rows_saved(config: ModelConfig, batch: MicroBatch, rows: int, size: int, *, shared_input: bool) -> int:
-    """Bytes that a norm saves which has `rows` vectors of `size` elements for each token.
+    """Bytes that a norm saves which has `rows` vectors of `size` elements for each token."""
+    found = norm_memory(config, batch, rows, size)
+    own_input = batch.tokens * rows * size * batch.element_bytes if found.keeps_input and not shared_input else 0
+    return own_input + found.extra
 
-    The C function on CPUs saves only the input. torch's RMSNorm on a CPU computes in fp32 and saves the converted input
-    and the normalised input, both in fp32. With norm_offset every device converts the input, and also saves the sum of
+
+def norm_memory(config: ModelConfig, batch: MicroBatch, rows: int = 1, size: int = 0) -> NormMemory:
+    """Return what a norm needs which has `rows` vectors of `size` elements for each token; 0: [N, D].
+
+    torch's RMSNorm on a CPU computes in fp32 and saves the converted input and the normalised input, both in fp32; its
+    backward pass has four tensors in fp32. With norm_offset every device converts the input, and also saves the sum of
     weight and offset in fp32.
     """
-    width = rows * size
-    own_input = 0 if shared_input else width * batch.element_bytes
-    if uses_c_norm(config, batch):
-        return batch.tokens * own_input
+    size = size or config.hidden_size
+    found = offered(lambda memory: memory.norm(config, batch, rows, size))
+    if found is not None:
+        return found
     if config.norm != "rmsnorm":  # mean and reciprocal standard deviation of each vector
-        return batch.tokens * (own_input + 2 * rows * (FP32 if batch.cuda else batch.element_bytes))
-    compiled = batch.compiled and batch.cuda  # converts again in the backward pass
-    if batch.element_bytes != FP32 and (config.norm_offset or not batch.cuda) and not compiled:
-        own_input = width * FP32
+        return NormMemory(batch.tokens * 2 * rows * (FP32 if batch.cuda else batch.element_bytes))
+    width, compiled = rows * size, batch.compiled and batch.cuda  # converts again in the backward pass
+    converts = batch.element_bytes != FP32 and bool(config.norm_offset or not batch.cuda) and not compiled
+    copies = (1 if converts else 0) + (0 if batch.cuda else 1)
     offset_weight = size * FP32 if config.norm_offset and not compiled else 0
-    normalised = 0 if batch.cuda else width * FP32
-    return batch.tokens * (own_input + normalised + rows * FP32) + offset_weight
-
-
-def uses_c_norm(config: ModelConfig, batch: MicroBatch) -> bool:
-    """Return whether model/kernels/norm.py computes norms in C: on CPUs in bf16, RMSNorm also in fp32."""
-    return not (batch.cuda or batch.plain or batch.fp16) and (batch.element_bytes != FP32 or config.norm == "rmsnorm")
+    return NormMemory(batch.tokens * (copies * width + rows) * FP32 + offset_weight, keeps_input=not converts,
+                      backward=0 if batch.cuda else 4 * batch.tokens * width * FP32)
 
 
 def recomputes_norms(config: ModelConfig, batch: MicroBatch) -> bool:
     """Return whether `qkv` and a dense MLP recompute the norm before them instead of saving it (kernels/norm.py)."""
     shares_with_tiles = config.shared_norm and batch.mlp_tiles > 1
-    return config.pre_norm and uses_c_norm(config, batch) and batch.tensor_parallel_size == 1 \
+    return config.pre_norm and batch.tensor_parallel_size == 1 and norm_memory(config, batch).is_recomputed \
         and not (batch.keeps_norms or shares_with_tiles)
 
 

@@ -24,7 +24,7 @@ from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError, format_number
 from pretrain.extension import advice_on, extensions, records_of_extensions
 from pretrain.model.config import ModelConfig
-from pretrain.model.kernels.cpu.choice import as_json, chosen
+from pretrain.model.operators import operators_record
 from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.environment import (
     code_record,
@@ -40,7 +40,6 @@ from pretrain.remote import without_credentials as plain
 from pretrain.terminal import Screen
 
 EARLY_STOP = "early_stop"  # the event, and the reason of the event "stop"
-REPLAYED = "replay"  # reason of the event "stop": the last step of a replay is done
 _LAYOUT = ("world_size", "data_parallel_size", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
            "expert_parallel_size", "zero_stage", "precision")
 _BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
@@ -99,7 +98,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         first_step: number of steps that were done before this start.
         resumed_from: checkpoint that the start continues from.
     """
-    layout, code, kernels = plan.layout, code_record(Path(plan.args.save)), chosen()
+    layout, code = plan.layout, code_record(Path(plan.args.save))
     ranks = Counter(host["host"] for host in hosts)
     different_hosts = {host["host"]: host for host in hosts}.values()
     return {
@@ -123,7 +122,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "unigram_entropy": plan.unigram_entropy,
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "layer_times": layer_times_record(plan),
-        "cpu_kernels": None if kernels is None else as_json(kernels),
+        **operators_record(),
         "versions": versions(), "software": software(), "git_commit": code["commit"], "code": code,
         "hosts": sorted(ranks),
         "hardware": [{**host, "ranks": ranks[host["host"]]} for host in different_hosts],
@@ -179,12 +178,14 @@ def stopped_by_guard(folder: RunFolder, step: int, line: str) -> GuardError:
 
 
 def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float], screen: Screen,
-                 folder: RunFolder, *, is_done: bool) -> None:
+                 folder: RunFolder, *, is_done: bool, is_saved: bool) -> None:
     """Report why the run ends after `step`. `stopped_by`: the name of a signal, another reason, or "".
 
-    `is_done`: nothing is left to do, although steps are left.
+    Args:
+        is_done: nothing is left to do, although steps are left.
+        is_saved: there is a checkpoint of the step.
     """
-    is_finished = step == plan.train_steps and stopped_by != REPLAYED
+    is_finished = step == plan.train_steps and is_saved
     folder.event("stop", step=step, reason="finished" if is_finished else stopped_by or "--exit_step",
                  is_done=is_done or is_finished)
     if is_finished:
@@ -193,8 +194,8 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
         for command in advice_on("finished"):
             for line in next_line(command.format(run=shlex.quote(plan.args.save))):
                 screen.line(line)
-    elif stopped_by == REPLAYED:
-        screen.line(f"step {step} is trained again")
+    elif not is_saved:
+        screen.line(f"ended by {stopped_by} after step {step}")
     elif is_done:
         ended = "" if stopped_by == EARLY_STOP else f"ended by {stopped_by}: "
         screen.line(f"{ended}saved global_step{step} in {plan.args.save}")

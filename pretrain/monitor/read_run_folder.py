@@ -37,7 +37,6 @@ class Start(TypedDict, total=False):
     unigram_entropy: float | None
     schedule: Annotated[dict[str, Any], _Schedule] | None
     layer_times: dict[str, Any] | None
-    cpu_kernels: dict[str, bool] | None
     versions: dict[str, Any]
     hosts: list[str]
 

@@ -1,4 +1,4 @@
-"""The parts of a run's record that may be repeated, by a script (repeat_command.py) and by a replay.
+"""The parts of a run's record that may be repeated, by a script or a program that trains it again.
 
 The record may be from an untrusted source. These lists name the flags, environment variables and blocks of the
 DeepSpeed JSON that describe the training. Everything else, such as a command for messages, an address, a folder that is

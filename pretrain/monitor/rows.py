@@ -102,13 +102,10 @@ EVENTS = {
     "store_wait": ("seconds name", "the object store with this file of the data answers again after this time"),
     "other_data": ("", "the data is not that of the checkpoint, which `--override data` allows"),
     "corruption": ("", "copies of a parameter differ between ranks"),
-    "recomputation": ("finding ranks hosts layer direction value",
-                      "`--recompute_interval` found different results for a micro-batch: `finding` is `flaky`, "
-                      "`wrong`, `undecided`, or `off` if no comparison is possible here"),
     "hang": ("ranks path", "a rank made no progress within its time-out"),
     "early_stop": ("best best_step", "`--early_stopping_patience` ended the run"),
-    "signal": ("", "a signal, a file such as `RUN/STOP` or a time limit asks the run to save, to stop or to keep its "
-                   "flight record"),
+    "signal": ("", "a signal, a file such as `RUN/STOP` or a time limit asks the run for something, such as to save "
+                   "or to stop"),
     "stop": ("exit_code is_done", "the run has ended: finished, stopped, or stopped by the guard with exit code 76"),
 }
 for_each_extension(lambda extension: EVENTS.update(extension.events))

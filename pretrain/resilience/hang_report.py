@@ -24,7 +24,7 @@ _POLL_S = 0.1
 _ALL_LOOK, _MOST_LOOK = 64, 8  # up to 64 ranks, all list the folder of a hang; of more ranks, these
 _REPORT = "report.txt"
 _THREADS = 16
-_RECORDED_ROWS = 64  # of the flight record
+_RECORDED_ROWS = 64  # of the file in which a rank records its steps
 _LONGEST_NOTES = 2000  # characters
 _STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped", "t": "stopped",
            "Z": "ended", "X": "ended", "": "ended"}  # state letters of proc(5)
@@ -45,7 +45,7 @@ class RankRecord:
     flag: str  # the flag that sets the limit
     state: str  # a value of _STATES
     note: str = ""  # what its data waits for
-    recorded: int = 0  # last step in its flight record; 0: none
+    recorded: int = 0  # last step that it has recorded; 0: none
 
     @classmethod
     def of_process(cls, pid: int, **values: Any) -> "RankRecord":
@@ -96,23 +96,21 @@ def write_record(folder: Path, record: RankRecord, stacks: str) -> None:
     temporary.rename(path)
 
 
-def copy_record(record: Path | None, folder: Path) -> int:
-    """Copy the end of a rank's flight record into the hang's folder. Return the last recorded step; 0 without any.
+def copy_record(record: str, name: str, folder: Path) -> int:
+    """Copy the end of a rank's record into the hang's folder: see `Watchdog.set_record`. Return the last recorded step.
 
     The header is the first line of the copy. A rank that has just begun a new file has few rows there.
     """
-    if record is None:
-        return 0
     with contextlib.suppress(OSError, ValueError, KeyError):
         folder.mkdir(parents=True, exist_ok=True)
-        header, *rows = record.read_text(encoding="utf-8").splitlines()
+        header, *rows = Path(record).read_text(encoding="utf-8").splitlines()
         copied = [header, *rows[-_RECORDED_ROWS:]]
-        folder.joinpath(f"{record.stem}_flight.jsonl").write_text("\n".join(copied) + "\n", encoding="utf-8")
+        folder.joinpath(f"{Path(record).stem}_{name}.jsonl").write_text("\n".join(copied) + "\n", encoding="utf-8")
         return int(json.loads(rows[-1])["step"]) if rows else 0
     return 0
 
 
-def _recorded_text(records: Mapping[int, RankRecord]) -> str:
+def _recorded_text(records: Mapping[int, RankRecord], name: str) -> str:
     """Return a line about the last step that each rank has recorded; "" without any."""
     ranks: dict[int, list[int]] = {}
     for rank, record in sorted(records.items()):
@@ -120,7 +118,7 @@ def _recorded_text(records: Mapping[int, RankRecord]) -> str:
     if set(ranks) == {0}:
         return ""
     shown = [f"step {step}: {named('rank', those)}" for step, those in sorted(ranks.items())]
-    return f"Last recorded {'; '.join(shown)}. The last rows: rank_N_flight.jsonl.\n"
+    return f"Last recorded {'; '.join(shown)}. The last rows: rank_N_{name}.jsonl.\n"
 
 
 def ranks_with_file(folder: Path) -> set[int]:
@@ -180,14 +178,17 @@ def wait_for_report(folder: Path) -> bool:
 
 
 def report_hang(run: Path, folder: Path, records: Mapping[int, RankRecord], world_size: int,
-                ranks: Sequence[tuple[str, int]]) -> None:
-    """Write FOLDER/report.txt and an event, and print one line. Does nothing if another rank has done so."""
+                ranks: Sequence[tuple[str, int]], record: str = "") -> None:
+    """Write FOLDER/report.txt and an event, and print one line. Does nothing if another rank has done so.
+
+    `record`: name of the copies of what the ranks have recorded.
+    """
     text, suspects = describe_hang(records, world_size, ranks)
     text += "".join(f"; rank {record.rank} has waited for its data: {record.note}" for record in records.values()
                     if record.note)[:_LONGEST_NOTES]
     try:
         with open(folder / _REPORT, "x", encoding="utf-8") as file:
-            file.write(text + "\n" + _recorded_text(records))
+            file.write(text + "\n" + _recorded_text(records, record))
     except FileExistsError:
         return
     print(f"ds-pretrain: hang: {text}. Stacks of all threads: {folder}. Exit code 77.", file=sys.stderr, flush=True)

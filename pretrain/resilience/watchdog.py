@@ -141,9 +141,12 @@ class Watchdog:
         """Give the watcher the host and process id of each rank, for a rank whose host is lost later."""
         self._send({"ranks": ranks})
 
-    def set_record(self, path: Path) -> None:
-        """Give the watcher the path of this rank's flight record, whose end it copies after a hang."""
-        self._send({"record": str(path.absolute())})
+    def set_record(self, path: Path, name: str) -> None:
+        """Give the watcher the file in which this rank records its steps. After a hang, it copies the end.
+
+        The file has a header and then a JSON object with "step" in each line. The copy is rank_N_NAME.jsonl.
+        """
+        self._send({"record": [str(path.absolute()), name]})
 
     def _send(self, values: dict[str, Any]) -> None:
         if self._watcher is not None and self._watcher.stdin is not None:

@@ -82,7 +82,7 @@ class Watcher:
     folder: Path  # becomes the folder of the next hang of this run
     born: int | None  # start time of the rank; a later process with the same id has another one
     ranks: list[tuple[str, int]] = field(default_factory=list)  # host and process id of each rank, once connected
-    record: Path | None = None  # the rank's flight record, once it has begun
+    record: tuple[str, str] | None = None  # file in which the rank records its steps, and name of its copy
     received: bytes = b""  # an incomplete line from the rank
 
     @classmethod
@@ -139,10 +139,10 @@ class Watcher:
                     self._receive(**json.loads(line))
         return os.getppid() == self.pid
 
-    def _receive(self, ranks: list[tuple[str, int]] | None = None, record: str = "") -> None:
+    def _receive(self, ranks: list[tuple[str, int]] | None = None, record: tuple[str, str] | None = None) -> None:
         """Keep what the rank has sent: see `Watchdog.set_ranks` and `set_record`."""
         self.ranks = self.ranks if ranks is None else [(host, pid) for host, pid in ranks]
-        self.record = Path(record) if record else self.record
+        self.record = record or self.record
 
     def _look_for_folder(self, look: threading.Event, declared: threading.Event) -> None:
         """Look for a hang that another rank has declared. A thread, because storage may hang, too."""
@@ -159,7 +159,7 @@ class Watcher:
         record = RankRecord.of_process(self.pid, rank=self.rank, phase=PHASES[state.phase], step=state.step,
                                        entered=state.entered, seconds=round(seconds, 1), limit_s=state.limit_ms / 1000,
                                        flag=FLAGS[state.flag], note=self._note(),
-                                       recorded=copy_record(self.record, self.folder))
+                                       recorded=0 if self.record is None else copy_record(*self.record, self.folder))
         stacks = "" if stopped else self._read_stacks()
         collectives = self.folder / f"rank_{self.rank}_collectives.json"
         try:
@@ -171,7 +171,8 @@ class Watcher:
             if not stopped:
                 wait_until(collectives.exists, _COLLECTIVES_S)
             if arrived is not None:
-                report_hang(self.run, self.folder, read_records(self.folder, arrived), self.world_size, self.ranks)
+                report_hang(self.run, self.folder, read_records(self.folder, arrived), self.world_size, self.ranks,
+                            self.record[1] if self.record else "")
         except OSError as error:
             print(f"ds-pretrain: hang: rank {self.rank} on {record.host} (process {self.pid}) made no progress for "
                   f"{seconds:.0f} s in {record.position}; {self.folder} cannot be written ({error.strerror})",

@@ -84,6 +84,6 @@ def test_the_summary_lists_the_same_in_80_columns(tmp_path: Path) -> None:
     assert lines[-1].startswith("  and 3 more")
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     assert summary_lines(summary)[-len(lines):] == lines
-    assert "-> do not trust the machine. `ds-pretrain replay" in " ".join(" ".join(lines).split())
+    assert "-> do not trust the machine; `ds-pretrain replay" in " ".join(" ".join(lines).split())
     assert "    -> step 3: it is the data" in incident_lines(summary.incidents, [(3, "step 3: it is the data")])
     assert incident_lines(incidents_of(RunTable(write_run(tmp_path / "fine", rows_of([1]))), now=START + 1)) == []

@@ -33,7 +33,7 @@ WITH_RECIPE = {"recipe_zero3": config(3, precision="bf16"), "recipe_fp16_zero2":
                "recipe_pipeline": config(1, precision="bf16", stages=2, accumulation=4)}
 NOTE = "why this run: a <b>first</b> try\x1b[2J"
 # all other functions may read values from the device in logged steps only
-ON_CPUS = ("data/loader.py:_read", "engine/gradient_passes.py", "model/kernels/cpu/", "model/kernels/documents.py:")
+ON_CPUS = ("data/loader.py:_read", "extensions/cpu_kernels/", "model/kernels/documents.py:")
 IN_SAVES = ("checkpoint/", "distributed/collectives.py")
 BEFORE_UPDATES = ("engine/patches/", "resilience/")
 RECORDER = ("extensions/replay/recorder.py:_crc", "extensions/replay/recorder.py:complete")

@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pretrain.model.config import ModelConfig, load_model_config
-from pretrain.model.kernels.cpu.choice import set_choice
 from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.rope import Rope
 from pretrain.model.recompute import Recompute
 from tests.support.model_shapes import SHAPES, write_config
+from tests.support.operators import by_torch
 
 DEVICE = "nodevice"
 MODELS = ("gpt2", "llama", "neox_parallel", "gemma2")  # not those with ALiBi: the host reads its slopes, once
@@ -129,9 +129,8 @@ def main() -> None:
             for documents, recompute in ((False, "none"), (True, "blocks")):
                 run(config, documents=documents, recompute=recompute, plain_operators=name == "gpt2")
     torch.set_default_dtype(torch.float32)
-    set_choice(frozenset())
     replace_rms_norm()
-    with FakeTensorMode():
+    with by_torch(), FakeTensorMode():
         for name in PRESETS:
             print(row_of(name, load_model_config(name)), flush=True)
 

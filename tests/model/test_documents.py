@@ -1,96 +1,45 @@
 """Document attention: packed documents compute what each document computes alone."""
 
 import itertools
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from pretrain.data.loader import document_positions
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initialize_parameters
-from pretrain.model.kernels.cpu_attention import Scores, _CausalAttention, causal_attention
-from pretrain.model.kernels.documents import Documents, divide
-from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
+from pretrain.model.kernels.torch_attention import AttentionSettings, alibi_slopes, torch_causal_attention
 from pretrain.model.layer_specs import CausalLM, as_module, compile_blocks
 from pretrain.model.recompute import Recompute
-from tests.model.test_attention import as_arguments, heads, output_and_gradients, small_blocks
 from tests.support.model_shapes import SHAPES, write_config
-from tests.support.reference_attention import documents_of, eager_attention
+from tests.support.reference_attention import (
+    alone,
+    as_arguments,
+    documents_of,
+    eager_attention,
+    heads,
+    output_and_gradients,
+)
 from tests.support.tensors import relative_error
 
-_FIXTURES = (small_blocks,)
 EOD = 0
 NAMES = [name for name in SHAPES if name != "llama_dynamic_rope"]  # longer than the model's positions: rejected
 
 
-def alone(compute, inputs: list[torch.Tensor], documents: Documents, *arguments) -> torch.Tensor:
-    """Compute the attention of each document by itself, and concatenate the outputs."""
-    samples = []
-    for sample, positions_T in enumerate(documents.positions_BT):
-        bounds = [*(positions_T == 0).nonzero()[:, 0].tolist(), len(positions_T)]
-        parts = ([x[sample:sample + 1, :, start:stop] for x in inputs] for start, stop in itertools.pairwise(bounds))
-        samples.append(torch.cat([compute(*part, *arguments) for part in parts], dim=2))
-    return torch.cat(samples)
-
-
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("slopes", [None, alibi_slopes(4)], ids=["", "alibi"])
 @pytest.mark.parametrize("lengths", [((11,), (1, 10)), ((3, 4, 4), (9, 2)), ((1,) * 11, (2, 1, 5, 3))], ids=str)
-def test_both_operators_equal_each_document_alone(slopes, softcap, lengths):
-    """Documents that begin at, before and after the bounds of blocks of 3 queries."""
+def test_torchs_operators_equal_each_document_alone(slopes, softcap, lengths):
     for window, kv_heads in itertools.product((0, 1, 2, 3, 4, 6), (1, 2, 4)):
         *inputs, grad = heads(2, 4, kv_heads, 11, 4, torch.float64)
-        scores = Scores(0.3, window, softcap, slopes)
+        settings = AttentionSettings(4, kv_heads, 0.3, window, softcap, slopes)
         documents = documents_of(*lengths)
-        expected = output_and_gradients(lambda *x, s=scores, d=documents: alone(eager_attention, x, d, s), inputs, grad)
-        with_documents = Scores(0.3, window, softcap, slopes, documents)
-        for seen in (output_and_gradients(_CausalAttention.apply, inputs, grad, with_documents),
-                     output_and_gradients(torch_causal_attention, inputs, grad, **as_arguments(scores),
-                                          documents=documents)):
-            torch.testing.assert_close(seen, expected, msg=lambda m, at=(window, kv_heads): f"{at}: {m}")
-
-
-@pytest.mark.parametrize("lengths", [(700,), (130, 570), (300, 5, 5, 390), (7,) * 100],
-                         ids=["whole", "two", "four", "hundred"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_operator_for_cpus_is_as_precise_as_without_documents(lengths, dtype):
-    *inputs, grad = heads(2, 4, 2, 700, 32, dtype)
-    exact_inputs, documents = [x.detach().double().requires_grad_() for x in inputs], documents_of(lengths, (350, 350))
-    scores = Scores(32**-0.5)
-    exact = output_and_gradients(lambda *x: alone(eager_attention, x, documents, scores), exact_inputs, grad.double())
-    mine = output_and_gradients(causal_attention, inputs, grad, documents=documents)
-    theirs = output_and_gradients(lambda *x: alone(eager_attention, x, documents, scores), inputs, grad)
-    for my, their, wanted in zip(mine, theirs, exact, strict=True):
-        assert relative_error(my, wanted) < 1.3 * relative_error(their, wanted) + (1e-3 if my.itemsize == 2 else 1e-6)
-
-
-def test_keys_before_the_document_of_a_block_are_not_read():
-    """NaN in keys and values reaches every score that is computed, also those that a mask then hides."""
-    *inputs, grad = heads(1, 4, 2, 600, 16, torch.bfloat16)
-    with torch.no_grad():
-        inputs[1][:, :, :400] = inputs[2][:, :, :400] = math.nan
-    out, *gradients = output_and_gradients(causal_attention, inputs, grad, documents=documents_of((400, 200)))
-    assert out[:, :, :400].isnan().all()
-    assert all(x[:, :, 400:].isfinite().all() for x in (out, *gradients))
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 20))
-def test_blocks_contain_each_query_once(lengths: list[int], rows: int) -> None:
-    starts = [0, *itertools.accumulate(lengths)]
-    length = starts.pop()
-    blocks = divide(starts, length, rows)
-    assert [row for block in blocks for row in range(block.rows.start, block.rows.stop)] == list(range(length))
-    for block in blocks:
-        assert 1 <= block.rows.stop - block.rows.start <= rows
-        assert block.first_key == max(start for start in starts if start <= block.rows.start)
-        assert block.starts == tuple(start for start in starts if block.rows.start < start < block.rows.stop)
-    assert len(blocks) <= 2 * -(-length // rows)
+        expected = output_and_gradients(lambda *x, s=settings, d=documents: alone(eager_attention, x, d, s), inputs,
+                                        grad)
+        seen = output_and_gradients(torch_causal_attention, inputs, grad, **as_arguments(settings), documents=documents)
+        torch.testing.assert_close(seen, expected, msg=lambda m, at=(window, kv_heads): f"{at}: {m}")
 
 
 def build(name: str, folder: Path, **changes: object) -> tuple[ModelConfig, CausalLM]:

@@ -21,8 +21,8 @@ from pretrain.model.kernels.flex_attention import (
 )
 from pretrain.model.kernels.torch_attention import alibi_slopes, torch_causal_attention
 from pretrain.model.layer_specs import as_module, compile_blocks
-from pretrain.model.layers import attention
 from tests.support.model_shapes import SHAPES, write_config
+from tests.support.operators import by_torch
 from tests.support.tensors import relative_error
 
 LENGTH = 3 * BLOCK
@@ -116,9 +116,6 @@ def test_models_use_the_kernel_and_keep_their_gradients(name, compiled, on_cpu, 
                                             if name != "mpt" else SHAPES[name] | {"max_seq_len": LENGTH}))
     tokens_BT = torch.randint(0, config.vocab_size, (2, LENGTH))
     seen = []
-    # as on CUDA: without the operator for CPUs
-    monkeypatch.setattr(attention, "causal_attention", lambda *qkv, window, **how: torch_causal_attention(
-        *qkv, window=0 if window >= LENGTH else window, **how))
     counter = CompileCounterWithBackend("aot_eager")
     for fused in (False, True):
         monkeypatch.setattr(torch_attention, "why_not_flex", lambda *q, fused=fused, **how: "" if fused else "a test")
@@ -128,7 +125,8 @@ def test_models_use_the_kernel_and_keep_their_gradients(name, compiled, on_cpu, 
             compile_blocks(module, seq_length=LENGTH, device=torch.device("cpu"), backend=counter)
         for positions_BT in (packed(), packed().flip(0)):
             module.zero_grad()
-            loss = module(tokens_BT, tokens_BT.roll(-1, 1), torch.full(tokens_BT.shape, 1 / 768), positions_BT)
+            with by_torch(torch_attention.ATTENTION):  # as on CUDA
+                loss = module(tokens_BT, tokens_BT.roll(-1, 1), torch.full(tokens_BT.shape, 1 / 768), positions_BT)
             loss.backward()
             seen.append(torch.cat([parameter.grad.flatten() for parameter in module.parameters()]))
     for found, expected in zip(seen[2:], seen[:2], strict=True):

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from pretrain.model.config import model_config_from
-from pretrain.model.kernels.cpu.choice import set_choice
 from pretrain.model.kernels.fp8 import Fp8Products
 from pretrain.model.kernels.linear import linear
 from pretrain.model.layer_memory import block_backward, block_saved
 from pretrain.model.layers.block import Block
-from pretrain.model.layers.linear import use_fp8
+from pretrain.model.layers.linear import use_products
 from pretrain.model.layers.rope import Rope
 from pretrain.model.operator_memory import MicroBatch
 from tests.support.block_memory import measure_block
 from tests.support.cases import HAS_FP8
 from tests.support.model_shapes import SHAPES
+from tests.support.operators import by_torch
 
 pytestmark = pytest.mark.skipif(not HAS_FP8, reason="this torch has no torchao that fits")
 RECIPES = ("tensorwise", "rowwise")
@@ -50,16 +50,13 @@ def test_outputs_and_gradients_have_the_bits_of_torchao(recipe: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_block_saves_as_much_as_in_bf16_and_its_peak_is_predicted(name: str) -> None:
     config = replace(model_config_from(SHAPES[name], "test"), residual_dropout=0.0, attention_dropout=0.0)
-    set_choice(frozenset())
-    try:
+    with by_torch():
         block = Block(config, config.blocks()[0], Rope(config) if config.position == "rope" else None).bfloat16()
         x_BTD = torch.randn(4, 64, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         in_bf16, _ = measure_block(block, x_BTD)
-        use_fp8(block, Fp8Products("tensorwise", emulate=True))
+        use_products(block, Fp8Products("tensorwise", emulate=True))
         saved, peak = measure_block(block, x_BTD)
-    finally:
-        set_choice(None)
-    batch = MicroBatch(4 * 64, 64, 2, cuda=False, fp8=True)
+        batch = MicroBatch(4 * 64, 64, 2, cuda=False, fp8=True)
+        predicted = block_saved(config, batch) + block_backward(config, batch)
     assert saved == in_bf16
-    predicted = block_saved(config, batch) + block_backward(config, batch)
     assert 0.8 * peak < predicted < 1.4 * peak

@@ -4,17 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch._dynamo
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
-from pretrain.model.kernels import activation, cpu_attention, fused_loss
-from pretrain.model.kernels.activation import activate, activated_linear
-from pretrain.model.kernels.cpu import library
+from pretrain.model.kernels import activation, fused_loss
+from pretrain.model.kernels.activation import activated_linear
 from pretrain.model.layer_specs import as_module
+from pretrain.model.operators import Operator
 from tests.support.model_shapes import SHAPES, write_config
+from tests.support.operators import by_torch
 from tests.support.reference_loss import linear_cross_entropy, token_weighted_cross_entropy
 from tests.support.tensors import relative_error, saved_by
 
@@ -61,14 +60,10 @@ def test_the_gradient_of_a_carried_parameter_is_computed_after_the_gradient_of_t
     assert all(torch.equal(tensor.grad, gradient) for tensor, gradient in zip(inputs, wanted, strict=True))
 
 
-@pytest.mark.parametrize("in_c", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1024, 8192, 32768])
-def test_the_error_of_the_fused_loss_does_not_grow_with_the_tokens(tokens, dtype, in_c, monkeypatch):
+def test_the_error_of_the_fused_loss_does_not_grow_with_the_tokens(tokens, dtype, monkeypatch):
     """The gradients of all tokens are summed in fp32, as by torch's single product."""
-    if in_c and (dtype != torch.bfloat16 or not library.has_library()):
-        pytest.skip("the functions in C are for bf16, and need a C compiler")
-    monkeypatch.setattr(fused_loss, "uses_c", lambda *_: in_c)
     monkeypatch.setattr(fused_loss, "CPU_PRODUCT", 32 * 100)  # parts of 100 words, the last one with 57
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in ((1, tokens, 32), (257, 32), (257,))]
@@ -85,8 +80,10 @@ def test_the_error_of_the_fused_loss_does_not_grow_with_the_tokens(tokens, dtype
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
         return torch.autograd.grad(loss(*leaves), leaves)
 
-    for exact, torchs, ours in zip(gradients(of_all_logits, torch.float64), gradients(of_all_logits, dtype),
-                                   gradients(in_chunks, dtype), strict=True):
+    with by_torch(fused_loss.LOSS):
+        found = gradients(in_chunks, dtype)
+    for exact, torchs, ours in zip(gradients(of_all_logits, torch.float64), gradients(of_all_logits, dtype), found,
+                                   strict=True):
         assert relative_error(ours, exact) <= 1.15 * relative_error(torchs, exact)
 
 
@@ -146,9 +143,8 @@ def test_plain_operators_use_torchs_operators(name, tmp_path, monkeypatch):
         initialize_parameters(module, config, seed=1)
         module.bfloat16()
         if plain:
-            monkeypatch.setattr(cpu_attention, "_CausalAttention", None)
             monkeypatch.setattr(activation, "_ActivatedLinear", None)
-            monkeypatch.setattr(library, "_library", None)
+            monkeypatch.setattr(Operator, "choose", lambda operator, *_, plain: operator.plain if plain else None)
         loss = module(tokens[:, :-1], tokens[:, 1:], torch.full((2, 32), 1 / 64))
         loss.backward()
         seen.append((loss, {key: parameter.grad for key, parameter in module.named_parameters()}))
@@ -156,17 +152,3 @@ def test_plain_operators_use_torchs_operators(name, tmp_path, monkeypatch):
     assert plain_loss.item() == pytest.approx(loss.item(), rel=1e-3)
     for key, gradient in gradients.items():
         assert relative_error(gradient, plain_gradients[key]) < 0.05, key
-
-
-def test_fake_tensors_are_not_passed_to_c_code():
-    with FakeTensorMode():
-        up, weight = torch.randn(2, 3, 6, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, 6).bfloat16()
-        assert not library.has_kernels(up)
-        activated_linear("gelu_tanh", up, None, weight, None).sum().backward()
-        assert up.grad.shape == up.shape
-
-
-def test_without_a_compiler_torchs_operators_are_used(monkeypatch):
-    monkeypatch.setattr(library, "_library", lambda: None)
-    x = torch.randn(100).bfloat16()
-    assert torch.equal(activate("gelu_tanh", x), F.gelu(x, approximate="tanh"))

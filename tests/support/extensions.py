@@ -10,7 +10,7 @@ from tests.support.launch import ROOT
 def modules_of_extensions(module: str) -> Iterator[ModuleType]:
     """Import the modules of this name.
 
-    page_commands: NOT_RUN_BECAUSE, as in tests/support/pages.py. wrong_inputs: see tests/wrong_inputs.
+    page_commands: NOT_RUN_BECAUSE and SMALLER, as in tests/support/pages.py. wrong_inputs: see tests/wrong_inputs.
     foreign_files: FILES and commands, as in tests/foreign_files/commands.py.
     """
     for path in sorted(ROOT.glob(f"tests/extensions/*/{module}.py")):

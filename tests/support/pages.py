@@ -158,21 +158,19 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "100 --save runs/store"),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
-for _module in modules_of_extensions("page_commands"):
-    NOT_RUN_BECAUSE.update(_module.NOT_RUN_BECAUSE)
 QUICKSTART = "launch/quickstart.sh"  # run before all pages
-NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in commands}
 
-# launch/first_run.md is for 16 GPUs, and the checks before a run train its model. The tests run these commands with the
-# following changes: two CPU ranks, small models, few steps.
-_SMALL_RUN = "--model_overrides vocab_size=4096,n_layer=2,n_embd=64,n_head=2 --seq_length 64 --micro_batch_size 2"
+# launch/first_run.md is for 16 GPUs. The tests run these commands with the following changes: two CPU ranks, small
+# models, few steps.
 SMALLER = {
     "--model 1.3B --gpu a100 --nodes 2 --gpus_per_node 8": "--model 1M --gpu cpu --world_size 2 --vocab_size 2000 "
     "--seq_length 64 --steps 4", "--vocab_size 32000": "--vocab_size 2000", "--hostfile hosts": "--num_accelerators 2",
     "check --config run.yaml --world_size 16 --gpu a100": "check --config run.yaml --world_size 2 --device cpu",
-    "ds-pretrain sanity": f"ds-pretrain sanity {_SMALL_RUN}",
-    "ds-pretrain find-lr": f"ds-pretrain find-lr {_SMALL_RUN}", "--to 1 --steps 100": "--to 1 --steps 30",
 }
+for _module in modules_of_extensions("page_commands"):
+    NOT_RUN_BECAUSE |= getattr(_module, "NOT_RUN_BECAUSE", {})
+    SMALLER |= getattr(_module, "SMALLER", {})
+NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in commands}
 
 
 def smaller(command: str) -> str:

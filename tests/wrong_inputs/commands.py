@@ -184,7 +184,7 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
       for flag in ("--stride 1", "--max_samples 1", "--eod_mask_loss", "--document_attention")),
     *((EVALUATE, f"{_TASKS} own --export {path}", path.rsplit("/", 1)[1], _OWN_TASK)
       for path in ("{world}/file/x", "{world}/done", "/proc/x")),
-    *((*line, {}) for module in of_extensions() for line in getattr(module, "LINES", ())),
+    *(line for module in of_extensions() for line in getattr(module, "LINES", ())),
 ]
 
 # Runs with --init_from: more flags, text of the error, files

@@ -3,7 +3,7 @@
 DeepSpeed 0.19.8 reads one value to decide whether an update is skipped, and others that this one implies. Without them
 the same updates are skipped, and weights and states have the same bits. Older versions, which decide otherwise, keep
 their reads. Guarded by tests/distributed/memory/test_traffic.py, which counts them, by
-tests/distributed/test_update_passes.py, which compares the steps with those of DeepSpeed, and by
+tests/extensions/cpu_kernels/test_update_passes.py, which compares the steps with those of DeepSpeed, and by
 tests/distributed/test_skipped_updates.py.
 """
 

@@ -1,7 +1,7 @@
 """Save host time per step, which small models feel: passes over all parameters in Python, and sums over one rank.
 
 DeepSpeed 0.19.8 makes them in each step, at any size of the model. None of these functions changes a value. Guarded by
-tests/distributed/test_update_passes.py, which compares the steps with those of DeepSpeed bit by bit.
+tests/extensions/cpu_kernels/test_update_passes.py, which compares the steps with those of DeepSpeed bit by bit.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """Defects of DeepSpeed's monitors and of its flops profiler.
 
 If one fails, it ends the run: DeepSpeed does not catch their exceptions, which occur on rank 0 alone. The values that
-reach the monitors depend on the engine. The profiler does not count functions in C.
+reach the monitors depend on the engine.
 
-Guarded by tests/engine/test_monitors.py, tests/engine/test_profiled_flops.py and tests/distributed/test_metrics.py.
+Guarded by tests/engine/test_monitors.py and tests/distributed/test_metrics.py.
 """
 
 import contextlib
@@ -13,15 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.monitor import monitor as monitors
-from deepspeed.profiling.flops_profiler import profiler as flops_profiler
 from deepspeed.runtime.pipe.engine import PipelineEngine
-
-from pretrain.model.kernels.cpu import c_functions
-from pretrain.model.kernels.cpu.attention import AttentionSettings
-from pretrain.model.layers import attention as attention_layers
 
 _CLASSES = {"TensorBoardMonitor": "tensorboard", "WandbMonitor": "wandb", "csvMonitor": "csv_monitor",
             "CometMonitor": "comet"}
@@ -162,7 +156,6 @@ def patch_flops_profiler(engine: DeepSpeedEngine) -> None:
     profiler = getattr(engine, "flops_profiler", None)
     if profiler is not None:
         survive_failing_profile(profiler)
-        count_functions_in_c(profiler)
 
 
 def survive_failing_profile(profiler: Any) -> None:
@@ -182,44 +175,3 @@ def survive_failing_profile(profiler: Any) -> None:
             sys.stdout = stdout
 
     profiler.print_model_profile = print_or_warn
-
-
-def count_functions_in_c(profiler: Any) -> None:
-    """Let a FlopsProfiler count linear layers and attention in C while it profiles.
-
-    DeepSpeed 0.19.8 (profiling/flops_profiler/profiler.py, start_profile) replaces torch's functions while it profiles.
-    The replacements count FLOPs from the shapes of their arguments. Functions in C call none of them.
-    """
-    start_profile, stop_profile = profiler.start_profile, profiler.stop_profile
-    inner_product, attention = c_functions.inner_product, attention_layers.attention
-
-    def counted_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-        _count("linear", flops_profiler._linear_flops_compute(x, weight_OI))
-        return inner_product(x, weight_OI, bias_O)
-
-    def counted_attention(inputs: tuple[torch.Tensor, ...], settings: AttentionSettings) -> torch.Tensor:
-        out = attention(inputs, settings)
-        q_BHTE = out.transpose(1, 2)
-        _count("attention", flops_profiler._attn_flops_compute(q_BHTE, q_BHTE, q_BHTE))
-        return out
-
-    def start(*args: Any, **kwargs: Any) -> None:
-        start_profile(*args, **kwargs)
-        _replace(counted_product, counted_attention)
-
-    def stop() -> None:
-        _replace(inner_product, attention)
-        stop_profile()
-
-    profiler.start_profile, profiler.stop_profile = start, stop
-
-
-def _replace(product: Any, attention: Any) -> None:
-    c_functions.inner_product, attention_layers.attention = product, attention
-
-
-def _count(name: str, counts: tuple[int, int]) -> None:
-    """Add FLOPs and multiply-accumulates to the module that is called now, as the profiler's `wrapFunc` does."""
-    for found, count in zip((flops_profiler.module_flop_count, flops_profiler.module_mac_count), counts, strict=True):
-        if found:
-            found[-1].append((name, count))

@@ -1,7 +1,8 @@
 """Work-arounds for ZeRO: hpZ, gradients of shared sequences (defect R), dtypes of `zero.Init` (defect S), one rank.
 
 Guarded by tests/distributed/test_upstream.py, test_r_* and test_s_*, by tests/distributed/test_parity.py, where engines
-with and without hpZ follow each other, and by tests/distributed/test_update_passes.py (skip_reduction_on_one_rank).
+with and without hpZ follow each other, and by tests/extensions/cpu_kernels/test_update_passes.py
+(skip_reduction_on_one_rank).
 """
 
 from collections.abc import Sequence

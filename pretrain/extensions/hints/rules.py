@@ -12,6 +12,7 @@ import numpy as np
 
 from pretrain.config.schedule import KINDS
 from pretrain.errors import format_number
+from pretrain.extension import advice_on
 from pretrain.monitor.curve import Curve, Facts, Hint
 from pretrain.monitor.noise import Estimate, level, line
 
@@ -29,7 +30,7 @@ class Rule:
 
     name: str
     find: Callable[[Curve, Facts], str]
-    remedy: str
+    remedy: str  # extensions may advise more under the name of the rule
     explains: tuple[str, ...] = ()
 
 
@@ -41,7 +42,7 @@ def find_hints(curve: Curve, facts: Facts) -> list[Hint]:
         return []
     for rule in RULES:
         if rule.name not in explained and (text := rule.find(curve, facts)):
-            found.append(Hint(rule.name, text, rule.remedy))
+            found.append(Hint(rule.name, text, "; ".join([rule.remedy, *advice_on(rule.name)])))
             explained.update(rule.explains)
     return found[:_MOST]
 
@@ -318,19 +319,18 @@ def _launches(curve: Curve, facts: Facts) -> str:
 
 
 RULES = (
-    Rule("rate_too_high", _rate_too_high, "use a lower learning rate: `ds-pretrain find-lr` suggests one",
+    Rule("rate_too_high", _rate_too_high, "use a lower learning rate",
          explains=("divergence", "oscillation", "no_learning", "plateau", "exploding_gradients")),
-    Rule("divergence", _diverges, "use a lower learning rate, which `ds-pretrain find-lr` suggests, or a longer "
-         "--lr_warmup_steps, and return to a checkpoint from before the rise (--resume_from)",
+    Rule("divergence", _diverges, "use a lower learning rate, or a longer --lr_warmup_steps, and return to a "
+         "checkpoint from before the rise (--resume_from)",
          explains=("plateau", "gap", "repeated_data", "no_learning")),
-    Rule("rate_too_low", _rate_too_low, "use a higher learning rate: `ds-pretrain find-lr` suggests one",
+    Rule("rate_too_low", _rate_too_low, "use a higher learning rate",
          explains=("no_learning", "plateau", "clipping")),
-    Rule("no_learning", _no_learning, "`ds-pretrain sanity` tests data, model and learning rate",
+    Rule("no_learning", _no_learning, "check data, model and learning rate",
          explains=("plateau",)),
-    Rule("exploding_gradients", _gradients_grow, "lower the learning rate, or raise the weight decay; `ds-pretrain "
-         "sanity` shows the gradient of each layer"),
-    Rule("vanishing_gradients", _gradients_vanish, "`ds-pretrain sanity` shows the gradient of each layer; --init_std "
-         "and --output_init_method change how the layers begin", explains=("plateau",)),
+    Rule("exploding_gradients", _gradients_grow, "lower the learning rate, or raise the weight decay"),
+    Rule("vanishing_gradients", _gradients_vanish, "--init_std and --output_init_method change how the layers "
+         "begin", explains=("plateau",)),
     Rule("oscillation", _oscillates, "lower the learning rate or raise --global_batch_size; if the period is that of "
          "the data, shuffle it (--sample_order)", explains=("plateau", "gap", "repeated_data")),
     Rule("repeated_data", _repeats, "use more data, fewer --train_steps, or --early_stopping_patience",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pretrain.cli import path_text
 from pretrain.config.flags.flag import Flag, Group
 from pretrain.errors import ConfigError
-from pretrain.extension import Command, Extension, RequestFile
+from pretrain.extension import Command, Extension, Problem, RequestFile
 
 if TYPE_CHECKING:
     from pretrain.callback import Callback
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 RECORD_FILE = "RECORD"  # in the run folder: the run keeps a copy of the flight record
 GROUP = Group("when something goes wrong")
+_CAUSE = "`ds-pretrain replay {run}@{step}` finds the cause"
+_SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skipping them gives"
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,14 @@ def _callbacks(plan: "Plan") -> "Iterator[Callback]":
 EXTENSION = Extension(
     "replay", "Keeps a flight record, computes micro-batches twice, and says why a step was as it was.",
     settings=Replay, is_always_used=True, check=_check, notes=_notes, callbacks=_callbacks,
-    advice={"wrong_step": "`ds-pretrain replay {run}@{step}` finds the cause",
-            "bad_step": "`ds-pretrain replay {run}@{step}` names the samples, and what skipping them gives"},
     results="section:results", section="section:Replays", section_files=("section.js",),
     requests={RECORD_FILE: RequestFile(answer="keeping the flight record")},
     commands={"replay": Command("during and after a run", "train a step again, and say why it was as it was", ".main")},
+    events={"recomputation": ("finding ranks hosts layer direction value",
+                              "`--recompute_interval` found different results for a micro-batch: `finding` is `flaky`, "
+                              "`wrong`, `undecided`, or `off` if no comparison is possible here")},
+    problems={"recomputation": Problem("{reason}", "do not trust the machine", unless=("finding", "off"),
+                                       over=("start",))},
+    advice={**dict.fromkeys(("corruption", "recomputation"), _CAUSE),
+            **dict.fromkeys(("spike", "skip", "not_finite", "rollback", "guard"), _SAMPLES)},
     reference={"flight": ("Keys of the flight record", "digest:reference")})

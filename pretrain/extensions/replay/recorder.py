@@ -104,7 +104,7 @@ class FlightRecorder(Callback):
                         layers=self._layers.names, interval=self._interval or 0, start=number)
         with self._warns():
             self._file = RecordFile(folder, header, steps=self._steps)
-        run.watchdog.set_record(folder / f"rank_{rank}.jsonl")
+        run.watchdog.set_record(folder / f"rank_{rank}.jsonl", "flight")
         if rank == 0:
             prune_starts(run.folder.path, number)
 

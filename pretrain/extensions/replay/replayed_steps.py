@@ -4,7 +4,6 @@ from pretrain.callback import Callback, Run, StepResult
 from pretrain.data.loader import MicroBatch
 from pretrain.extensions.replay.order import ReplayOrder
 from pretrain.extensions.replay.samples import examine_ordered
-from pretrain.monitor.announce import REPLAYED
 
 
 class ReplayedSteps(Callback):
@@ -32,4 +31,4 @@ class ReplayedSteps(Callback):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if run.step == self._replay.step:
-            run.stop(REPLAYED, save=False, is_done=True)
+            run.stop("replay", save=False, is_done=True)

@@ -38,6 +38,9 @@ EXTENSION = Extension(
               "find-lr": Command(BEFORE_A_RUN, "suggest a learning rate", ".main", "find_lr_main", runs_on_ranks=True)},
     events={"sanity": ("seconds checks", "results of `--sanity_check`")},
     advice={"no_gradient": "`ds-pretrain sanity` with the same flags looks for the cause",
-            "no_update": "`ds-pretrain sanity` tests them",
+            "no_update": "`ds-pretrain sanity` tests them", "no_learning": "`ds-pretrain sanity` tests them",
             "off_curve": "`ds-pretrain sanity` tests data, labels, masks, gradients and the size of an update, in this "
-                         "order"})
+                         "order",
+            **dict.fromkeys(("rate_too_high", "rate_too_low", "divergence"), "`ds-pretrain find-lr` suggests a rate"),
+            **dict.fromkeys(("exploding_gradients", "vanishing_gradients"),
+                            "`ds-pretrain sanity` shows the gradient of each layer")})

@@ -8,7 +8,7 @@ from pretrain.cli import path_text
 from pretrain.config.flags.flag import Group
 from pretrain.data.data_spec import names_of_split
 from pretrain.errors import ConfigError
-from pretrain.extension import Extension
+from pretrain.extension import Extension, Problem
 from pretrain.monitor.rows import EVALUATION_ROW
 
 if TYPE_CHECKING:
@@ -103,4 +103,5 @@ EXTENSION = Extension(
     rules=_rules, prepare="find_tasks:prepare", callbacks=_callbacks, files=(PREDICTIONS_FILE,),
     section="section:Texts", section_files=("section.js",),
     events={"tasks_failed": ("", "lm-eval could not score `--eval_tasks`; the run continues")},
+    problems={"tasks_failed": Problem("lm-eval could not score the tasks: {reason}", "look at the terminal's output")},
     rows={"Rows of the scores of --eval_tasks": TASK_ROW, f"Rows of {PREDICTIONS_FILE}": PREDICTION_ROW})

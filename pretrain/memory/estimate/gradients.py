@@ -20,7 +20,7 @@ from pretrain.memory.estimate.states import overlapping_elements, padded_size, r
 from pretrain.memory.estimate.states_zero3 import retained_gradients, sub_group_sizes
 from pretrain.memory.footprint import Footprint
 from pretrain.model.description import Layer
-from pretrain.model.operator_memory import FP32, PIECE_ELEMENTS
+from pretrain.model.operator_memory import FP32, offered
 
 _FP64 = 8
 _NORM_ELEMENTS = 250_000_000  # DeepSpeed computes a norm in pieces of this size (_constant_buffered_norm2)
@@ -181,12 +181,10 @@ def _step_gradients(rank: Rank, elements: int) -> int:
         return max(flattened, _masked_norm(rank, elements)) if _has_tied_copy(rank) else flattened
     converts_sums = layout.grad_accum_bytes != layout.element_bytes
     is_flat = wrapper == "bf16" or (wrapper == "zero12" and converts_sums)
-    if wrapper == "zero12" and layout.device_kind == "cpu" and layout.precision == "bf16" \
-            and layout.optimizer != "muon" and not layout.masters_in_16bit:
-        is_flat = True  # engine/gradient_passes.py converts the gradients to fp32 as it concatenates them
-    if wrapper == "zero12" and layout.device_kind == "cpu" and layout.precision != "fp16" \
-            and layout.optimizer in ("adam", "adamw") and not (layout.torch_optimizer or layout.masters_in_16bit):
-        elements = min(elements, PIECE_ELEMENTS)  # and DeepSpeed's Adam is given pieces of the result
+    update = offered(lambda memory: memory.update(layout)) if wrapper == "zero12" else None
+    if update is not None:
+        is_flat = is_flat or update.is_one_pass
+        elements = elements if update.most_elements is None else min(elements, update.most_elements)
     copied = 0 if is_flat else elements * layout.grad_accum_bytes
     converted = 0
     if layout.grad_accum_bytes != master_weight_bytes(layout):

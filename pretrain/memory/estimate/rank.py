@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from pretrain.config.layout import Layout
-from pretrain.distributed.device import multiplies_bf16_on_x86
 from pretrain.model.description import Layer, ModelConfig, Parameter
 from pretrain.model.operator_memory import FP32, MicroBatch
 from pretrain.model.partition import layer_costs, stage_bounds
@@ -154,7 +153,6 @@ class Rank:
                           tensor_parallel_size=layout.tensor_parallel_size, documents=layout.document_attention,
                           fp16=layout.precision == "fp16", mlp_tiles=layout.mlp_tiles, fp8=layout.fp8,
                           sequence_parallel_size=layout.sequence_parallel_size, keeps_norms=layout.zero_stage == 3,
-                          c_attention=layout.device_kind == "cpu" and multiplies_bf16_on_x86(),
                           plain=layout.plain_operators, compiled=layout.compile_blocks)
 
     @property

@@ -40,8 +40,7 @@ from pretrain.memory.measure.observe_steps import observe_steps
 from pretrain.memory.measure.simulate_ranks import SimulatedRank, SimulationRequest
 from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.memory.storage_tracker import StorageTracker
-from pretrain.model.kernels.cpu.choice import fastest_choice, set_choice
-from pretrain.model.kernels.cpu.library import simulate_calls
+from pretrain.model.operators import all_kernels
 from pretrain.model.parameters import DTYPES
 
 _STEPS = 2
@@ -258,9 +257,9 @@ def simulate_rank(request: SimulationRequest) -> SimulatedRank:
     replace_loops_over_ranks()
     with deepspeed_output("error"):
         init_fake_process_group(request.rank, request.world_size)
-        set_choice(fastest_choice())  # measured on real tensors
-        build.choose_kernels = lambda *_, **__: None
-        simulate_calls(FakeTensor)
+        for kernels in all_kernels():
+            kernels.simulate(FakeTensor)
+        build.choose_operators = lambda plan: None
         with FakeTensorMode(allow_non_fake_inputs=True), FakeStorageTracker() as tracker:
             engine = build_engine(plan)
             if isinstance(engine, PipelineEngine):

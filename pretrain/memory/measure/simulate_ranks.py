@@ -8,7 +8,7 @@ measurement, `tensor_inventory` and `observe_steps` count the tensors. Only two 
 - A scalar that the host reads is 1 if it is a float (a loss, a norm), and 0 otherwise (no overflow).
 - DeepSpeed's compiled operators (Adam on the CPU, asynchronous I/O) do nothing. Files on NVMe are not written; their
   sizes are recorded.
-- The C functions of model/kernels/cpu do nothing. The choice between them and torch's operators is this CPU's.
+- Implementations of operators by extensions allocate memory and compute nothing (model/operators.py, simulate).
 - A pipeline stage does not receive the shape of its input from the stage before it. It always gets one hidden state
   [B, T, D] in the model's precision.
 

@@ -62,7 +62,7 @@ setattr(has_triton.__wrapped__, "_dynamo_marked_constant", True)  # noqa: B010 (
 def flex_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, scale: float,
                           window: int, softcap: float, alibi_slopes: torch.Tensor | None,
                           documents: Documents | None) -> torch.Tensor:
-    """Return [B, H, T, E]. See `causal_attention` in cpu_attention.py for the arguments; `scale` is the factor itself.
+    """Return [B, H, T, E]. See AttentionSettings in torch_attention.py for the arguments; `scale` is the factor itself.
 
     Saved for the backward pass: q, k, v, the output and the logarithms of the softmax sums.
     """

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from pretrain.model.kernels.linear import LINEAR, Products
+
 _FORWARD, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # torchao's defaults; rowwise has the first one for both
 
 
@@ -34,7 +36,7 @@ def _torchao() -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class Fp8Products:
+class Fp8Products(Products):
     """The three products of a linear layer in FP8.
 
     Args:
@@ -59,6 +61,10 @@ class Fp8Products:
     def weight_gradient(self, x_NI: torch.Tensor, grad_NO: torch.Tensor) -> torch.Tensor:
         """Return grad^T @ x, [O, I]."""
         return self._multiply(grad_NO.t(), x_NI, self._gradient_dtype, _FORWARD)
+
+    def bias_gradient(self, grad_NO: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the rows, [O]."""
+        return LINEAR.choose(grad_NO, grad_NO).bias_gradient(grad_NO)
 
     @property
     def _gradient_dtype(self) -> torch.dtype:

@@ -11,12 +11,6 @@ In bf16 and fp16, the parts of dW are added in fp32, and dW is rounded once. Add
 the number of chunks: 2.9 times torch's with a single product at 32k tokens (tests/model/test_operators.py). The fp32
 sum exists during the forward pass only, and only if there is more than one chunk.
 
-On CPUs, a C function computes the losses and their gradient (cpu/cross_entropy.c). In bf16, dW is accumulated as its
-transpose [D, V]: the product of x^T and G needs a copy of a small matrix only, and that of G^T and x, which oneDNN
-computes at about 0.6 of the rate, would need a copy of the large one. Measured on an Intel core with AMX, in
-milliseconds for 1,024 tokens, hidden size 512 and a vocabulary of 16k: the three products 52 instead of 66, the losses
-and their gradient 13 instead of 41.
-
 In training, the gradient can have more terms than the cross-entropy: with label smoothing e (Szegedy et al., arXiv
 1512.00567, section 7; as torch's F.cross_entropy) and z-loss z (PaLM, arXiv 2204.02311, section 5), it belongs to
 
@@ -39,10 +33,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.kernels.cpu.c_functions import add_, cross_entropy_, multiply_, transposed
-from pretrain.model.kernels.cpu.choice import cpu_dtype, uses_c
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard, cross_entropy_over_shards_
 from pretrain.model.layer_memory import CHUNK_TOKENS, CPU_LOGITS, CPU_PRODUCT
+from pretrain.model.operators import Operator
 from pretrain.model.parallel.shared_tensors import gather
 
 _UNIT = 1024.0  # sum of the weights within dW, up to a factor of 2: keeps dW in fp16's range without the loss scale
@@ -57,6 +50,59 @@ class LossTerms:
 
 
 CROSS_ENTROPY = LossTerms()  # no additional terms
+
+
+class LossKernel:
+    """The steps of the operator for a chunk of tokens, by torch's operators."""
+
+    def cross_entropy_(self, logits_CV: torch.Tensor, labels_C: torch.Tensor, *, with_grad: bool, softcap: float,
+                       terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cross-entropies and the logsumexps, [C] each.
+
+        With `with_grad`, overwrite the logits before the cap with the gradient of the loss that has all `terms`.
+        """
+        step = len(logits_CV)
+        if logits_CV.device.type == "cpu":
+            step = max(1, CPU_LOGITS * torch.get_num_threads() // logits_CV.shape[1])
+        losses, log_zs = [], []
+        precise = torch.promote_types(logits_CV.dtype, torch.float32)
+        for logits, labels in zip(logits_CV.split(step), labels_C[:, None].split(step), strict=True):
+            capped = logits.to(precise, copy=True).div_(softcap).tanh_().mul_(softcap) if softcap else logits
+            at_label = capped.gather(1, labels)
+            largest = capped.amax(1, keepdim=True)
+            p = torch.softmax(capped, dim=1, dtype=precise)
+            # the largest probability is 1 / sum(exp(logits - largest)), at least 1 / V: its log is precise
+            log_z = largest.to(p.dtype) - p.amax(1, keepdim=True).log()
+            losses.append((log_z - at_label.to(p.dtype))[:, 0])
+            log_zs.append(log_z[:, 0])
+            if with_grad:
+                _to_gradient_(p, labels, log_z, terms)
+                if softcap:
+                    p.mul_(capped.div_(softcap).square_().neg_().add_(1))
+                logits.copy_(p)
+        return torch.cat(losses), torch.cat(log_zs)
+
+    def no_gradient(self, weight_VD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros, to which `add_gradient` adds the gradient of the matrix, in an order of its own."""
+        return torch.zeros(weight_VD.shape, device=weight_VD.device, dtype=dtype)
+
+    def add_gradient(self, dw_VD: torch.Tensor, gradient_CV: torch.Tensor, x_CD: torch.Tensor) -> None:
+        """Add G^T x to the gradient of the matrix."""
+        if dw_VD.dtype == x_CD.dtype:
+            dw_VD.addmm_(gradient_CV.t(), x_CD)
+        elif adds_in_fp32(x_CD.dtype, x_CD.device):
+            torch.addmm(dw_VD, gradient_CV.t(), x_CD, out_dtype=dw_VD.dtype, out=dw_VD)
+        else:  # products of a part of the vocabulary
+            words = max(1, CPU_PRODUCT // x_CD.shape[1])
+            for sum_part, part in zip(dw_VD.split(words), gradient_CV.t().split(words), strict=True):
+                sum_part.add_(part @ x_CD)
+
+    def scaled_gradient(self, dw: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the matrix [V, D], multiplied by a scalar tensor."""
+        return (dw * scale).to(dw.dtype)
+
+
+LOSS = Operator(LossKernel())  # its inputs: x
 
 
 def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels_BT: torch.Tensor,
@@ -150,32 +196,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total /= total.frexp().mantissa  # the next power of two
         units_N = weights_N * (_UNIT / total)
         losses_N, squares = torch.empty_like(weights_N), torch.zeros_like(total)
-        in_c = not plain and shard is None and uses_c("loss", x_ND, cpu_dtype(x_ND))
-        is_DV = in_c and x_ND.dtype == torch.bfloat16
+        kernel = LOSS.choose(x_ND, plain=plain or shard is not None)
         tokens = CHUNK_TOKENS * (1 if shard is None else shard.group.size)
         if with_grad:
             dx_ND = torch.empty_like(x_ND)
-            dw = torch.zeros(weight_VD.t().shape if is_DV else weight_VD.shape, device=x_ND.device,
-                             dtype=weight_VD.dtype if len(x_ND) <= tokens else weights_N.dtype)
+            dw = kernel.no_gradient(weight_VD, weight_VD.dtype if len(x_ND) <= tokens else weights_N.dtype)
             db_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=weights_N.dtype)
         for start in range(0, len(x_ND), tokens):
             chunk = slice(start, start + tokens)
             logits_CV = F.linear(x_ND[chunk], weight_VD, bias_V)
-            losses_N[chunk], log_z_C = _cross_entropy_(logits_CV, labels_N[chunk], with_grad, softcap, terms, in_c,
-                                                       shard)
+            if shard is None:
+                losses_N[chunk], log_z_C = kernel.cross_entropy_(logits_CV, labels_N[chunk], with_grad=with_grad,
+                                                                 softcap=softcap, terms=terms)
+            else:
+                losses_N[chunk], log_z_C = cross_entropy_over_shards_(
+                    logits_CV, labels_N[chunk], shard, with_grad=with_grad, softcap=softcap,
+                    label_smoothing=terms.label_smoothing, z_loss=terms.z_loss)
             if with_grad and terms.z_loss:
                 squares += torch.dot(log_z_C.square_(), weights_N[chunk])
             if with_grad:
                 torch.mm(logits_CV, weight_VD, out=dx_ND[chunk])
                 # the product is not kept in a variable, so that it is freed before the next chunk
-                _add_weight_gradient(dw, logits_CV, (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype), is_DV=is_DV)
+                kernel.add_gradient(dw, logits_CV, (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype))
                 if db_V is not None:
                     db_V += torch.mv(logits_CV.t(), units_N[chunk].to(x_ND.dtype))
             del logits_CV  # free the memory before the next chunk
         if with_grad:
             dw = dw.to(weight_VD.dtype)
             ctx.save_for_backward(dx_ND, dw, db_V, weights_N, total)  # type: ignore[arg-type]  # it accepts None
-            ctx.is_DV = is_DV  # type: ignore[attr-defined]
+            ctx.kernel = kernel  # type: ignore[attr-defined]
             ctx.bias_dtype = None if bias_V is None else bias_V.dtype  # type: ignore[attr-defined]
             ctx.carrier = carrier  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(squares)
@@ -188,8 +237,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_ND, dw, db_V, weights_N, total = ctx.saved_tensors  # type: ignore[attr-defined]
         dx_ND = (dx_ND * (weights_N * grad)[:, None]).to(dx_ND.dtype)
         scale = total * grad / _UNIT
-        is_DV: bool = ctx.is_DV  # type: ignore[attr-defined]
-        dw_VD = multiply_(transposed(dw), scale) if is_DV else (dw * scale).to(dw.dtype)
+        dw_VD = ctx.kernel.scaled_gradient(dw, scale)  # type: ignore[attr-defined]
         if db_V is not None:
             db_V = (db_V * scale).to(ctx.bias_dtype)  # type: ignore[attr-defined]
         if ctx.carrier is None:  # type: ignore[attr-defined]
@@ -198,26 +246,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx_ND, *[None] * 10
 
 
-def _add_weight_gradient(dw: torch.Tensor, gradient_CV: torch.Tensor, x_CD: torch.Tensor, *,
-                         is_DV: bool) -> None:
-    """Add G^T x to dW [V, D], or x^T G to its transpose [D, V]."""
-    a, b = (transposed(x_CD), gradient_CV) if is_DV else (gradient_CV.t(), x_CD)
-    if dw.dtype == b.dtype:
-        dw.addmm_(a, b)
-    elif _adds_in_fp32(b.dtype, b.device):
-        torch.addmm(dw, a, b, out_dtype=dw.dtype, out=dw)
-    else:  # products of a part of the vocabulary
-        words = max(1, CPU_PRODUCT // x_CD.shape[1])
-        for sum_part, part in zip(dw.split(words, int(is_DV)), (b if is_DV else a).split(words, int(is_DV)),
-                                  strict=True):
-            if is_DV:
-                add_(sum_part, a @ part)
-            else:
-                sum_part.add_(part @ b)
-
-
 @functools.cache
-def _adds_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
+def adds_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch adds products of this dtype to a matrix in fp32: not on CPUs (2.13), nor before 2.8."""
     x, total = torch.ones(8, 8, dtype=dtype, device=device), torch.zeros(8, 8, device=device)
     try:
@@ -225,41 +255,6 @@ def _adds_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
     except (TypeError, RuntimeError):
         return False
     return True
-
-
-def _cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, with_grad: bool, softcap: float,
-                    terms: LossTerms, in_c: bool,
-                    shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropies and the logsumexps, [C] each. With `in_c`, C computes them, unless there is a cap.
-
-    With `with_grad`, overwrite the logits before the cap with the gradient of the loss that has all `terms`.
-    """
-    if shard is not None:
-        return cross_entropy_over_shards_(logits_CV, labels_C, shard, with_grad=with_grad, softcap=softcap,
-                                          label_smoothing=terms.label_smoothing, z_loss=terms.z_loss)
-    if in_c and not softcap:
-        return cross_entropy_(logits_CV, labels_C, with_grad=with_grad, label_smoothing=terms.label_smoothing,
-                              z_loss=terms.z_loss)
-    step = len(logits_CV)
-    if logits_CV.device.type == "cpu":
-        step = max(1, CPU_LOGITS * torch.get_num_threads() // logits_CV.shape[1])
-    losses, log_zs = [], []
-    precise = torch.promote_types(logits_CV.dtype, torch.float32)
-    for logits, labels in zip(logits_CV.split(step), labels_C[:, None].split(step), strict=True):
-        capped = logits.to(precise, copy=True).div_(softcap).tanh_().mul_(softcap) if softcap else logits
-        at_label = capped.gather(1, labels)
-        largest = capped.amax(1, keepdim=True)
-        p = torch.softmax(capped, dim=1, dtype=precise)
-        # the largest probability is 1 / sum(exp(logits - largest)), at least 1 / V: its log is precise
-        log_z = largest.to(p.dtype) - p.amax(1, keepdim=True).log()
-        losses.append((log_z - at_label.to(p.dtype))[:, 0])
-        log_zs.append(log_z[:, 0])
-        if with_grad:
-            _to_gradient_(p, labels, log_z, terms)
-            if softcap:
-                p.mul_(capped.div_(softcap).square_().neg_().add_(1))
-            logits.copy_(p)
-    return torch.cat(losses), torch.cat(log_zs)
 
 
 def _to_gradient_(p: torch.Tensor, labels: torch.Tensor, log_z: torch.Tensor, terms: LossTerms) -> None:

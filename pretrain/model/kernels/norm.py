@@ -1,60 +1,57 @@
-"""LayerNorm and RMSNorm, with the addition before them: torch's operators, or one C function on CPUs.
+"""LayerNorm and RMSNorm, with the addition before them.
 
-The C function is used in bf16, and in fp32 for RMSNorm alone. It keeps only the sum for the backward pass. torch's
-RMSNorm on CPUs keeps two tensors in fp32.
-
-A linear layer needs its input again for the gradient of its weight. If that is the output of the C function, the layer
-saves the sum, which is kept anyway, and recomputes the norm: two tensors fewer in a block. The bits are the same.
+A linear layer needs its input again for the gradient of its weight. Where an implementation computes a norm again
+quickly, linear layers save the norm's input, which is kept anyway, instead of the norm: two tensors fewer in a block.
+The bits are the same.
 """
 
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.kernels.cpu import c_functions
-from pretrain.model.kernels.cpu.c_functions import NormSettings
-from pretrain.model.kernels.cpu.choice import cpu_dtype, uses_c
+from pretrain.model.operators import Operator
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: NormSettings, *,
-         plain: bool = False, recomputed: bool = False) -> torch.Tensor:
-    """Return the norm of x over its last dimension. `plain`: use torch's operators. `recomputed`: as below."""
-    return residual_norm(x, None, weight, bias, settings, plain=plain, recomputed=recomputed)[1]
+class NormSettings(NamedTuple):
+    """Formula and constants of a norm."""
+
+    is_rms: bool
+    eps: float
+    offset: float = 0.0  # is added to the weight
 
 
-def residual_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
-                  settings: NormSettings, *, plain: bool = False,
-                  recomputed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum x + added, or x itself if `added` is None, and the norm of the sum.
+class NormKernel:
+    """Computes norms over the last dimension by torch's operators. torch's RMSNorm on CPUs keeps two fp32 tensors."""
 
-    The sum is the residual connection. Its gradient is added in the same pass that computes the norm's gradient.
+    is_recomputed = False  # linear layers call `recompute` in the backward pass, instead of saving the norm
 
-    Args:
-        recomputed: linear layers that are given the norm do not save it. Nothing else should save it either.
-    """
-    # torch's LayerNorm in fp32 is as fast, and takes less Python
-    in_torch = plain or weight.dtype != x.dtype or (x.dtype == torch.float32 and not settings.is_rms)
-    if in_torch or not uses_c("norm", x, cpu_dtype(x)):
+    def __call__(self, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+                 settings: NormSettings) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + added, or x itself if `added` is None, and its norm."""
         total = x if added is None else x + added
         return total, _torch_norm(total, weight, bias, settings)
-    total, out = _ResidualNorm.apply(x, added, weight, bias, settings)
-    if recomputed:
-        out.norm_source = NormSource((total.detach(), weight, bias), Recomputation(settings))
-    return total, out
+
+    def recompute(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                  settings: NormSettings) -> torch.Tensor:
+        """Return the norm of x without a gradient."""
+        raise NotImplementedError
+
+
+NORM = Operator(NormKernel())  # its inputs: x, weight, settings
 
 
 class Recomputation:
     """Recomputes a norm for the linear layers that read it: once for all of them, until the last one has it."""
 
-    def __init__(self, settings: NormSettings) -> None:
+    def __init__(self, kernel: NormKernel, settings: NormSettings) -> None:
         self.readers = 0  # linear layers whose backward pass is still to come
-        self._settings, self._out = settings, None  # type: NormSettings, torch.Tensor | None
+        self._kernel, self._settings = kernel, settings
+        self._out: torch.Tensor | None = None
 
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the norm of x for the next reader."""
-        out = self._out if self._out is not None else c_functions.norm(x, None, weight, bias, self._settings)[1]
+        out = self._out if self._out is not None else self._kernel.recompute(x, weight, bias, self._settings)
         self.readers -= 1
         self._out = out if self.readers > 0 else None
         return out
@@ -67,10 +64,40 @@ class NormSource(NamedTuple):
     recomputation: Recomputation
 
 
-def norm_source(x: torch.Tensor) -> NormSource | None:
-    """Return the source of a tensor that `residual_norm` returned with `recomputed`; None for other tensors."""
-    source: NormSource | None = getattr(x, "norm_source", None)
-    return source
+class Normed(NamedTuple):
+    """A norm for linear layers that recompute it."""
+
+    out: torch.Tensor
+    source: NormSource
+
+
+def with_source(out: torch.Tensor, source: NormSource | None) -> torch.Tensor | Normed:
+    """Return a norm for linear layers, which recompute it if it has a source."""
+    return out if source is None else Normed(out, source)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: NormSettings, *,
+         plain: bool = False) -> torch.Tensor:
+    """Return the norm of x over its last dimension. `plain`: use torch's operators."""
+    return residual_norm(x, None, weight, bias, settings, plain=plain)[1]
+
+
+def residual_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+                  settings: NormSettings, *, plain: bool = False,
+                  recomputed: bool = False) -> tuple[torch.Tensor, torch.Tensor, NormSource | None]:
+    """Return the sum x + added, or x itself if `added` is None, the norm of the sum, and the source of the norm.
+
+    The sum is the residual connection. Its gradient is added in the same pass that computes the norm's gradient.
+
+    Args:
+        recomputed: linear layers alone read the norm. Without it, and where the implementation does not recompute
+            norms, there is no source.
+    """
+    kernel = NORM.choose(x, weight, settings, plain=plain)
+    total, out = kernel(x, added, weight, bias, settings)
+    if not recomputed or not kernel.is_recomputed:
+        return total, out, None
+    return total, out, NormSource((total.detach(), weight, bias), Recomputation(kernel, settings))
 
 
 def _torch_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
@@ -81,27 +108,3 @@ def _torch_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if not settings.offset:
         return F.rms_norm(x, shape, weight, settings.eps)
     return F.rms_norm(x.float(), shape, weight.float() + settings.offset, settings.eps).type_as(x)
-
-
-class _ResidualNorm(torch.autograd.Function):
-    """Sum and norm in C. The gradient of the sum, or of the norm, may be missing."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor,
-                bias: torch.Tensor | None, settings: NormSettings) -> tuple[torch.Tensor, torch.Tensor]:
-        total, out = c_functions.norm(x, added, weight, bias, settings)
-        ctx.save_for_backward(x if added is None else total, weight)  # x may be a view, and `total` a copy of it
-        ctx.settings, ctx.with_bias = settings, bias is not None  # type: ignore[attr-defined]
-        ctx.set_materialize_grads(False)
-        return total, out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        if grads[1] is None:
-            return grads[0], grads[0] if ctx.needs_input_grad[1] else None, None, None, None
-        dtotal, dweight, dbias = c_functions.norm_backward(
-            grads[1], total, grads[0], weight, ctx.settings,  # type: ignore[attr-defined]
-            with_bias=ctx.with_bias)  # type: ignore[attr-defined]
-        return dtotal, dtotal if ctx.needs_input_grad[1] else None, dweight, dbias, None  # type: ignore[attr-defined]

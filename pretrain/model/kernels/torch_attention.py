@@ -1,4 +1,4 @@
-"""Causal attention by torch's operators, for every device and dtype.
+"""Causal attention: the operator, and its implementation by torch's operators, for every device and dtype.
 
 Saved for the backward pass:
 - usual case, windows and ALiBi: what F.scaled_dot_product_attention saves: q, k, v, its output and the logarithms of
@@ -14,6 +14,8 @@ On CUDA, flex_attention.py computes these cases, except the usual one, as fused 
 
 import functools
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
@@ -21,13 +23,85 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from pretrain.model.attention_on_cuda import has_flash
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import block_mask, flex_causal_attention, why_not_flex
+from pretrain.model.operators import Operator
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """Settings of the attention of a layer.
+
+    Args:
+        num_heads: query heads, a multiple of `num_kv_heads`.
+        scale: factor of the scores; 0: 1 / sqrt(E).
+        window: number of latest positions that a query sees, with its own; 0: all.
+        softcap: scores become softcap * tanh(scores / softcap); 0: no cap.
+        alibi_slopes: fp32 [H] from `alibi_slopes`: slope * (key position - query position) is added to the scores.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    scale: float = 0.0
+    window: int = 0
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+
+
+class Rotation(Protocol):
+    """Rotary positions: `Rope` of layers/rope.py."""
+
+    def tables_for(self, x_BTHE: torch.Tensor, documents: Documents | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin for queries or keys."""
+
+    def rotate(self, x_BHTE: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        """Return rotated queries or keys."""
+
+
+class AttentionKernel:
+    """Computes attention by torch's operators.
+
+    Args:
+        plain: use no custom kernel, as with --plain_operators.
+    """
+
+    def __init__(self, *, plain: bool = False) -> None:
+        self.plain = plain
+
+    def __call__(self, inputs: Tensors, settings: AttentionSettings, rope: Rotation | None,
+                 documents: Documents | None, dropout: float) -> torch.Tensor:
+        """Return [B, T, H, E]. The inputs are (qkv [B, T, H + 2 K, E],) or (q [B, T, H, E], k [B, T, K, E], v)."""
+        heads, kv_heads = settings.num_heads, settings.num_kv_heads
+        parts = inputs if len(inputs) == 3 else inputs[0].split((heads, kv_heads, kv_heads), dim=2)
+        q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in parts)
+        if rope is not None:
+            q_BHTE, k_BKTE = rope.rotate(q_BHTE, documents), rope.rotate(k_BKTE, documents)
+        window = 0 if settings.window >= q_BHTE.shape[2] else settings.window  # it would mask nothing
+        return self.attend(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, scale=settings.scale, window=window,
+                           softcap=settings.softcap, alibi_slopes=settings.alibi_slopes,
+                           documents=documents).transpose(1, 2)
+
+    def attend(self, q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float, scale: float,
+               window: int, softcap: float, alibi_slopes: torch.Tensor | None,
+               documents: Documents | None) -> torch.Tensor:
+        """Return [B, H, T, E] from rotated queries and keys."""
+        on_cpu = q_BHTE.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_cpu and documents is not None and documents.are_whole_samples:
+            documents = None
+        return torch_causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, scale=scale, window=window,
+                                      softcap=softcap, alibi_slopes=alibi_slopes, documents=documents,
+                                      plain=self.plain)
+
+
+ATTENTION = Operator(AttentionKernel())  # its inputs are those of the kernel
+PLAIN_ATTENTION = AttentionKernel(plain=True)
 
 
 def torch_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float = 0.0,
                            scale: float = 0.0, window: int = 0, softcap: float = 0.0,
                            alibi_slopes: torch.Tensor | None = None,
                            documents: Documents | None = None, plain: bool = False) -> torch.Tensor:
-    """Return [B, H, T, E]. See `causal_attention` in cpu_attention.py for the arguments."""
+    """Return [B, H, T, E]. `dropout`: of the probabilities. See AttentionSettings for the other arguments."""
     grouped = q_BHTE.shape[1] != k_BKTE.shape[1]
     has_mask = window > 0 or alibi_slopes is not None or documents is not None
     if not has_mask and not softcap:

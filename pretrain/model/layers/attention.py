@@ -11,10 +11,15 @@ from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import ModelConfig, Parameters, inside, local_kv_heads
-from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, attention_fp32
-from pretrain.model.kernels.cpu_attention import can_attend_in_c, can_attend_in_fp32, causal_attention
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.kernels.torch_attention import alibi_slopes, make_mask
+from pretrain.model.kernels.norm import Normed
+from pretrain.model.kernels.torch_attention import (
+    ATTENTION,
+    PLAIN_ATTENTION,
+    AttentionSettings,
+    alibi_slopes,
+    make_mask,
+)
 from pretrain.model.layers.linear import ColumnLinear, RowLinear
 from pretrain.model.layers.norm import Norm, SplitNorm
 from pretrain.model.layers.rope import Rope
@@ -38,15 +43,16 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads // tensor.size, config.num_kv_heads // tensor.size
         self.head_size = config.head_size
         # under sequence parallelism, attention itself computes some of the heads at all positions
-        self.own_heads = self.num_heads // self.sequence.size
-        self.own_kv_heads = local_kv_heads(self.num_heads, self.num_kv_heads, self.sequence.size)
+        own_heads = self.num_heads // self.sequence.size
+        own_kv_heads = local_kv_heads(self.num_heads, self.num_kv_heads, self.sequence.size)
         self.dropout, self.plain_operators = config.attention_dropout, plain_operators
-        self.rope = rope
-        self.scale, self.window, self.softcap = config.attention_scale, window, config.attention_softcap
+        self.rope, self.window = rope, window
         # not a buffer, because the engine casts buffers to bf16
         shares_heads = tensor if tensor.size > 1 else self.sequence
         self.slopes_H = alibi_slopes(config.num_heads, shares_heads.rank, shares_heads.size) \
             if config.position == "alibi" else None
+        self.settings = AttentionSettings(own_heads, own_kv_heads, config.attention_scale, window,
+                                          config.attention_softcap, self.slopes_H)
         self.qkv = ColumnLinear(inside(parameters, "qkv"), plain_operators=plain_operators, groups=groups,
                                 recomputed=recomputed)
         self.qk_norm = config.qk_norm
@@ -57,7 +63,7 @@ class Attention(nn.Module):
         self.k_norm = build_norm(inside(parameters, "k_norm")) if config.qk_norm else None
         self.out = RowLinear(inside(parameters, "out"), plain_operators=plain_operators, groups=groups)
 
-    def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor | Normed, documents: Documents | None = None) -> torch.Tensor:
         return self.attend(self.qkv(x_BTD), documents)
 
     def attend(self, qkv_BTC: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
@@ -78,32 +84,15 @@ class Attention(nn.Module):
 
     def _attend_to_all_positions(self, inputs: tuple[torch.Tensor, ...], documents: Documents | None) -> torch.Tensor:
         """Return [B, T, H, E] of this rank's heads. The inputs are (qkv,) or (q, k, v), with complete sequences."""
-        dropout = self.dropout if self.training else 0.0
-        if not self.plain_operators and can_attend_in_c(inputs[0], self.own_kv_heads, dropout):
-            return attention(inputs, self._settings(inputs, documents))
-        if not self.plain_operators and self.rope is None:
-            settings = self._settings(inputs, documents)
-            if can_attend_in_fp32(inputs, self.own_kv_heads, dropout, settings):
-                return attention_fp32(inputs[0], settings)
-        q_BTHE, k_BTKE, v_BTKE = inputs if len(inputs) == 3 else inputs[0].split(
-            (self.own_heads, self.own_kv_heads, self.own_kv_heads), dim=2)
-        q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-        if self.rope is not None:
-            q_BHTE, k_BKTE = self.rope.rotate(q_BHTE, documents), self.rope.rotate(k_BKTE, documents)
-        return causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, plain=self.plain_operators, scale=self.scale,
-                                window=self.window, softcap=self.softcap, alibi_slopes=self.slopes_H,
-                                documents=documents).transpose(1, 2)
-
-    def _settings(self, inputs: tuple[torch.Tensor, ...], documents: Documents | None) -> AttentionSettings:
-        tables = None if self.rope is None else self.rope.tables_for(inputs[0], documents)
-        return AttentionSettings(self.own_heads, self.scale, self.window, self.softcap, self.slopes_H, tables,
-                                 documents)
+        arguments = inputs, self.settings, self.rope, documents, self.dropout if self.training else 0.0
+        kernel = PLAIN_ATTENTION if self.plain_operators else ATTENTION.choose(*arguments)
+        return kernel(*arguments)
 
     def prepare(self, documents: Documents, like: torch.Tensor) -> None:
         """Make the tables and the mask of a micro-batch in the dtype of `like`, before a compiled block uses them."""
         if self.rope is not None:
             self.rope.document_tables(documents, like)
-        q_0HTE = like.new_empty(0, self.own_heads, documents.positions_BT.shape[1], self.head_size)
+        q_0HTE = like.new_empty(0, self.settings.num_heads, documents.positions_BT.shape[1], self.head_size)
         make_mask(q_0HTE, self.window, self.slopes_H, documents, dropout=self.dropout if self.training else 0.0,
                   plain=self.plain_operators)
 

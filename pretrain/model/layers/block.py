@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import Layer, ModelConfig, inside
 from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.norm import Normed, with_source
 from pretrain.model.layers.attention import Attention
 from pretrain.model.layers.linear import column_products
 from pretrain.model.layers.mlp import MLP, build_mlp
@@ -50,14 +51,14 @@ class Block(nn.Module):
             return Norm(config, described, plain_operators=plain_operators, groups=groups,
                         recomputed=recomputed) if described else None
 
-        # otherwise a recomputed part or tile keeps the output of a norm that attention and MLP share
+        # otherwise a recomputed part or tile keeps the output of a norm that attention and MLP share; a router saves it
         inputs_are_kept = recompute in ("none", "blocks") and mlp_tiles == 1
-        self.norm1 = norm("norm1", recomputed=inputs_are_kept or not config.shared_norm)
+        self.norm1 = norm("norm1", recomputed=inputs_are_kept and not layer.has_experts if config.shared_norm else True)
         self.attention = Attention(config, inside(parameters, "attention"), rope, window=layer.window,
                                    plain_operators=plain_operators, groups=groups,
                                    recomputed=recompute in ("attention", "blocks"))
         self.post_norm1 = norm("post_norm1")
-        self.norm2 = norm("norm2", recomputed=not layer.has_experts)  # a router saves its input
+        self.norm2 = norm("norm2", recomputed=not layer.has_experts and mlp_tiles == 1)
         self.mlp = build_mlp(config, layer, index=index, plain_operators=plain_operators, groups=groups,
                              recomputed=recompute in ("mlp", "blocks"), tiles=mlp_tiles)
         # the norm's output is then gathered once for attention and MLP
@@ -73,11 +74,11 @@ class Block(nn.Module):
     def compute(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Return the output of the block. layer_specs.compile_blocks compiles this function."""
         if self.shared_norm:
-            normed_BTD = _apply(self.norm1, x_BTD)
+            normed = _apply(self.norm1, x_BTD)
             if self.shares_gather:
-                return self._add_to(x_BTD, normed_BTD, documents)
-            attended_BTD = self.dropout(self._part("attention", self._attend, normed_BTD, documents))
-            return x_BTD + attended_BTD + self.dropout(self._part("mlp", self._transform, normed_BTD))
+                return self._add_to(x_BTD, normed, documents)
+            attended_BTD = self.dropout(self._part("attention", self._attend, normed, documents))
+            return x_BTD + attended_BTD + self.dropout(self._part("mlp", self._transform, normed))
         if self.norm1 is not None and self.norm2 is not None and not self.parallel:
             return self._forward_with_fused_sums(x_BTD, documents)
         after_BTD = x_BTD + self.dropout(self._part("attention", self._attend, x_BTD, documents))
@@ -103,22 +104,22 @@ class Block(nn.Module):
     def _attend_and_add(self, x_BTD: torch.Tensor,
                         documents: Documents | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.norm1 is not None
-        x_BTD, normed_BTD = self.norm1(x_BTD, returns_sum=True)
-        return x_BTD, _apply(self.post_norm1, self.attention(normed_BTD, documents=documents))
+        x_BTD, *normed = self.norm1(x_BTD, returns_sum=True)
+        return x_BTD, _apply(self.post_norm1, self.attention(with_source(*normed), documents=documents))
 
     def _transform_and_add(self, x_BTD: torch.Tensor,
                            added_BTD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.norm2 is not None
-        x_BTD, normed_BTD = self.norm2(x_BTD, added_BTD, returns_sum=True)
-        return x_BTD, _apply(self.post_norm2, self.mlp(normed_BTD))
+        x_BTD, *normed = self.norm2(x_BTD, added_BTD, returns_sum=True)
+        return x_BTD, _apply(self.post_norm2, self.mlp(with_source(*normed)))
 
-    def _attend(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        normed_BTD = x_BTD if self.shared_norm else _apply(self.norm1, x_BTD)
-        return _apply(self.post_norm1, self.attention(normed_BTD, documents=documents))
+    def _attend(self, x: torch.Tensor | Normed, documents: Documents | None) -> torch.Tensor:
+        normed = x if self.shared_norm else _apply(self.norm1, x)
+        return _apply(self.post_norm1, self.attention(normed, documents=documents))
 
-    def _transform(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        normed_BTD = x_BTD if self.shared_norm else _apply(self.norm2, x_BTD)
-        return _apply(self.post_norm2, self.mlp(normed_BTD))
+    def _transform(self, x: torch.Tensor | Normed) -> torch.Tensor:
+        normed = x if self.shared_norm else _apply(self.norm2, x)
+        return _apply(self.post_norm2, self.mlp(normed))
 
     def _part(self, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
         """Compute a part of the block. Without its residual dropout, whose mask is kept, the part ends earlier."""
@@ -127,5 +128,6 @@ class Block(nn.Module):
         return checkpoint(function, *inputs, use_reentrant=False)
 
 
-def _apply(layer: nn.Module | None, x_BTD: torch.Tensor) -> torch.Tensor:
-    return x_BTD if layer is None else layer(x_BTD)
+def _apply(layer: nn.Module | None, x: Any) -> Any:
+    """Return the output of a norm that the block may lack: a tensor, or a `Normed`."""
+    return x if layer is None else layer(x)

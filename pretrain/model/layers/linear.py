@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, RankGroup
 from pretrain.model.description import Parameters
-from pretrain.model.kernels.fp8 import Fp8Products
-from pretrain.model.kernels.linear import bias_gradient, linear, product, weight_gradient
+from pretrain.model.kernels.linear import LINEAR, Products, linear
+from pretrain.model.kernels.norm import Normed
 from pretrain.model.parallel.shared_tensors import (
     begin_gather,
     begin_sum_and_scatter,
@@ -50,26 +50,25 @@ class Linear(nn.Module):
                  groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.plain_operators, self.group = plain_operators, groups.tensor
-        self.fp8: Fp8Products | None = None  # use_fp8 sets it
+        self.products: Products | None = None  # use_products sets it; None: those for the operands
         create_parameters(self, parameters, groups, optional="bias")
 
-    def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor | Normed | None) -> torch.Tensor:
         return self._product(*inputs, bias_O=self.bias)
 
-    def _product(self, *inputs: torch.Tensor | None, bias_O: torch.Tensor | None) -> torch.Tensor:
+    def _product(self, *inputs: Any, bias_O: torch.Tensor | None) -> torch.Tensor:
         """Return [B, T, O] for the only input, [B, T, I]."""
         (x_BTI,) = inputs
-        assert x_BTI is not None
         if self.plain_operators:
             return F.linear(x_BTI, self.weight, bias_O)
-        return linear(x_BTI, self.weight, bias_O, self.fp8)
+        return linear(x_BTI, self.weight, bias_O, self.products)
 
 
-def use_fp8(module: nn.Module, products: Fp8Products) -> None:
-    """Let the linear layers of a module multiply in FP8. Embedding, head and experts are no such layers."""
+def use_products(module: nn.Module, products: Products) -> None:
+    """Let the linear layers of a module multiply by `products`. Embedding, head and experts are no such layers."""
     for layer in module.modules():
         if isinstance(layer, Linear):
-            layer.fp8 = products
+            layer.products = products
 
 
 class ColumnLinear(Linear):
@@ -86,18 +85,18 @@ class ColumnLinear(Linear):
         super().__init__(parameters, plain_operators=plain_operators, groups=groups)
         self.recomputed = recomputed
 
-    def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor | Normed | None) -> torch.Tensor:
         if self.group.size == 1:
             return super().forward(*inputs)
         (x_BtI,) = inputs
-        assert x_BtI is not None
+        assert isinstance(x_BtI, torch.Tensor)
         return column_products(x_BtI, [self])[0]
 
 
 class RowLinear(Linear):
     """Linear layer of which each rank has some of the inputs: [B, T, I] to [B, t, O]; all ranks have the bias."""
 
-    def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor | Normed | None) -> torch.Tensor:
         if self.group.size == 1:
             return super().forward(*inputs)
         out_BtO = sum_and_scatter(self._product(*inputs, bias_O=None), self.group)
@@ -107,9 +106,9 @@ class RowLinear(Linear):
 class ShardLinear(Linear):
     """Linear layer without a bias that each rank applies to its shard of the sequences: [B, t, I] to [B, t, O]."""
 
-    def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor | Normed | None) -> torch.Tensor:
         (x_BtI,) = inputs
-        assert x_BtI is not None
+        assert isinstance(x_BtI, torch.Tensor)
         return F.linear(x_BtI, self.weight)
 
 
@@ -138,8 +137,8 @@ class _ColumnProducts(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         x_BTI = begin_gather(x_BtI, group)()
         ctx.save_for_backward(x_BTI if keeps_gathered else x_BtI, *weights)
-        ctx.group, ctx.keeps_gathered = group, keeps_gathered
-        return tuple(product(x_BTI, weight_OI, bias_O)  # type: ignore[arg-type]  # only biases may be None
+        ctx.group, ctx.keeps_gathered, ctx.products = group, keeps_gathered, LINEAR.choose(x_BTI, weights[0])
+        return tuple(ctx.products.product(x_BTI, weight_OI, bias_O)
                      for weight_OI, bias_O in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -153,7 +152,8 @@ class _ColumnProducts(torch.autograd.Function):
             dx_NI.addmm_(grad_NO, weight_OI)
         summed_shard = begin_sum_and_scatter(dx_NI.view(*grads[0].shape[:-1], -1), ctx.group)
         x_NI, needed = gathered().flatten(0, -2), ctx.needs_input_grad[3:]
-        dweights = [weight_gradient(x_NI, grad_NO) if needed[index] else None for index, grad_NO in enumerate(grads_NO)]
-        dbiases = [bias_gradient(grad_NO) if needed[len(weights) + index] else None
+        dweights = [ctx.products.weight_gradient(x_NI, grad_NO) if needed[index] else None
+                    for index, grad_NO in enumerate(grads_NO)]
+        dbiases = [ctx.products.bias_gradient(grad_NO) if needed[len(weights) + index] else None
                    for index, grad_NO in enumerate(grads_NO)]
         return summed_shard(), None, None, *dweights, *dbiases

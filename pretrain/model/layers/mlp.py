@@ -5,6 +5,7 @@ Shapes: B batch, T positions, D hidden size, F inner size of the MLP, n position
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import Layer, ModelConfig, Parameters, inside
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
+from pretrain.model.kernels.norm import Normed
 from pretrain.model.layers.linear import ColumnLinear, RowLinear, column_products
 from pretrain.model.layers.moe import MoE
 
@@ -25,13 +27,12 @@ class ActivatedLinear(RowLinear):
         super().__init__(parameters, plain_operators=plain_operators, groups=groups)
         self.activation = config.activation
 
-    def _product(self, *inputs: torch.Tensor | None, bias_O: torch.Tensor | None) -> torch.Tensor:
+    def _product(self, *inputs: Any, bias_O: torch.Tensor | None) -> torch.Tensor:
         """Return [B, T, D] for `up`, or for `up` and `gate`, each [B, T, F]."""
         up_BTF, gate_BTF = inputs if len(inputs) == 2 else (*inputs, None)
-        assert up_BTF is not None
         if self.plain_operators:
             return plain_activated_linear(self.activation, up_BTF, gate_BTF, self.weight, bias_O)
-        return activated_linear(self.activation, up_BTF, gate_BTF, self.weight, bias_O, self.fp8)
+        return activated_linear(self.activation, up_BTF, gate_BTF, self.weight, bias_O, self.products)
 
 
 class MLP(nn.Module):
@@ -54,11 +55,14 @@ class MLP(nn.Module):
         self.up = widen(inside(parameters, "up"))
         self.down = ActivatedLinear(config, inside(parameters, "down"), plain_operators=plain_operators, groups=groups)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor | Normed) -> torch.Tensor:
+        if isinstance(x_BTD, Normed):  # not in tiles
+            return self._compute(x_BTD)
         return in_tiles(self._compute, x_BTD, self.tiles)
 
-    def _compute(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def _compute(self, x_BTD: torch.Tensor | Normed) -> torch.Tensor:
         if self.group.size > 1:
+            assert isinstance(x_BTD, torch.Tensor)
             return self.narrow(*column_products(x_BTD, self.wide_layers()))
         gate_BTF = None if self.gate is None else self.gate(x_BTD)
         return self.narrow(self.up(x_BTD), gate_BTF)

@@ -7,7 +7,7 @@ from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.description import Layer, ModelConfig, Parameters, inside
-from pretrain.model.kernels.norm import NormSettings, norm, residual_norm
+from pretrain.model.kernels.norm import NormSettings, norm, residual_norm, with_source
 from pretrain.model.parallel.shared_tensors import sum_over_ranks, summed_gradients
 from pretrain.model.parameters import create_parameters
 
@@ -18,7 +18,7 @@ class Norm(nn.Module):
     Args:
         plain_operators: use torch's operators instead of the custom kernels.
         groups: the tensor-parallel ranks apply the norm to other tokens or heads.
-        recomputed: linear layers recompute the norm in the backward pass, see kernels/norm.py.
+        recomputed: linear layers alone read the norm, and may recompute it in the backward pass (kernels/norm.py).
     """
 
     weight: torch.Tensor
@@ -31,15 +31,20 @@ class Norm(nn.Module):
         self.settings = NormSettings(is_rms, config.norm_eps, config.norm_offset if is_rms else 0.0)
         self.plain_operators, self.group = plain_operators, groups.tensor
         create_parameters(self, parameters, groups, optional="bias")
-        # ZeRO-3 may have released the norm's weight when a linear layer needs it
-        self.recomputed = recomputed and not hasattr(self.weight, "ds_id")
+        self.recomputed = recomputed and groups.tensor.size == 1  # otherwise linear layers gather the norm
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None, *, returns_sum: bool = False) -> Any:
-        """Return the norm of x. With `returns_sum` return x + added, or x if there is no `added`, and its norm."""
+        """Return the norm of x, as a `Normed` if it can be recomputed.
+
+        With `returns_sum` return x + added, or x if there is no `added`, its norm, and the source of the norm.
+        """
         arguments: Any = (self.weight, self.bias, self.settings)
-        if returns_sum:
-            return residual_norm(x, added, *arguments, plain=self.plain_operators, recomputed=self.recomputed)
-        return norm(x, *arguments, plain=self.plain_operators, recomputed=self.recomputed)
+        # ZeRO-3 may have released the weight when a linear layer needs it. It marks its parameters after __init__
+        recomputed = self.recomputed and not hasattr(arguments[0], "ds_id")
+        if not returns_sum and not recomputed:
+            return norm(x, *arguments, plain=self.plain_operators)
+        result = residual_norm(x, added, *arguments, plain=self.plain_operators, recomputed=recomputed)
+        return result if returns_sum else with_source(*result[1:])
 
 
 class SplitNorm(Norm):

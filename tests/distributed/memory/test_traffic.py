@@ -197,7 +197,7 @@ def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict
 
 # operators in C, whose arguments are on the CPU anyway; the loop over experts, which only CPUs have; and the flag of
 # the step before, which is on the host
-ON_CPUS = ("pretrain/model/kernels/cpu/", "pretrain/engine/gradient_passes.py", "pretrain/model/layers/experts.py",
+ON_CPUS = ("pretrain/extensions/cpu_kernels/", "pretrain/model/layers/experts.py",
            "pretrain/engine/patches/late_skip.py")
 IN_PAGE = ("zero0_bf16", "zero0_fp16", "zero1", "zero1_masked", "zero2", "zero2_offload", "zero3", "pipeline2",
            "pipeline2_masked", *SHARED_CONFIGS)

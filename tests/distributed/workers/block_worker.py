@@ -15,7 +15,7 @@ from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, Rank
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.description import inside
 from pretrain.model.init import initialize_parameters
-from pretrain.model.kernels.cpu.choice import ALL_IN_C, set_choice
+from pretrain.model.kernels.norm import NORM
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 from pretrain.model.layer_specs import CausalLM, as_module
 from pretrain.model.layers.attention import Attention
@@ -25,6 +25,7 @@ from pretrain.model.parallel.shared_tensors import own_shard
 from pretrain.model.parameters import part_of
 from pretrain.model.recompute import Recompute
 from tests.support.model_shapes import SHAPES
+from tests.support.operators import by_torch
 
 ROWS, TOKENS, SEED = 3, 20, 3
 RECOMPUTED = (Recompute("attention"), Recompute("mlp"), Recompute("blocks"), Recompute(interval=2))
@@ -215,14 +216,14 @@ def gathers_and_saved_tensors(groups: ParallelGroups) -> None:
     The gathers of the backward pass are for the inputs, recomputed or not, and the outputs' gradients. Norms are
     torch's: those in C are recomputed on one rank, and saved on two.
     """
-    set_choice(ALL_IN_C - {"norm"})
-    gpt2, llama, phi = (replace(_config(shape), position="alibi") for shape in ("gpt2", "llama", "phi"))
-    for config, expected in ((gpt2, [2, 2, 4, 2]), (llama, [2, 2, 4, 2]), (phi, [1, 2, 3, 1])):
-        for recompute in ("none", "attention", "mlp"):
-            counts, size = _traffic(config, groups, recompute)
-            assert counts == expected or (config is phi and recompute != "none"), (recompute, counts)
-            _, complete_size = _traffic(config, NO_GROUPS, recompute)
-            assert 0.49 < size / complete_size < 0.53, (config.architecture, recompute, size, complete_size)
+    with by_torch(NORM):
+        gpt2, llama, phi = (replace(_config(shape), position="alibi") for shape in ("gpt2", "llama", "phi"))
+        for config, expected in ((gpt2, [2, 2, 4, 2]), (llama, [2, 2, 4, 2]), (phi, [1, 2, 3, 1])):
+            for recompute in ("none", "attention", "mlp"):
+                counts, size = _traffic(config, groups, recompute)
+                assert counts == expected or (config is phi and recompute != "none"), (recompute, counts)
+                _, complete_size = _traffic(config, NO_GROUPS, recompute)
+                assert 0.49 < size / complete_size < 0.53, (config.architecture, recompute, size, complete_size)
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pretrain.engine.steps import open_loader, train_batch
-from pretrain.model.kernels.cpu_attention import causal_attention
-from pretrain.model.layers import attention as attention_layer
+from pretrain.model.kernels import torch_attention
+from pretrain.model.kernels.torch_attention import torch_causal_attention
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of
 from tests.support.cases_loop import each_case
 
@@ -30,15 +30,15 @@ def masks(case: Case) -> list[dict[str, Any]]:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
         state = torch.get_rng_state()
         unit = torch.eye(q.shape[2]).expand(*q.shape[:3], -1)
-        scores.append((causal_attention(q, k, unit, **settings) == 0).tril())
+        scores.append((torch_causal_attention(q, k, unit, **settings) == 0).tril())
         torch.set_rng_state(state)
-        return causal_attention(q, k, v, **settings)
+        return torch_causal_attention(q, k, v, **settings)
 
     for module in engine.module.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             module.register_forward_hook(keep)
     loader = open_loader(engine, plan, "train")
-    with patch.object(attention_layer, "causal_attention", attend):
+    with patch.object(torch_attention, "torch_causal_attention", attend):
         train_batch(engine, loader.step(0))
     loader.close()
     end(engine)

@@ -26,7 +26,6 @@ from pretrain.distributed.device import cpu_device
 from pretrain.engine.build import build_engine
 from pretrain.engine.steps import open_loader, train_batch
 from pretrain.errors import ConfigError
-from pretrain.model.kernels.cpu.choice import right_in_c
 from tests.distributed.workers.nonfinite import found_by_each_rank
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, start_of, steps
 from tests.support.cases_loop import each_case
@@ -132,8 +131,7 @@ def features(case: Case) -> dict[str, Any]:
     """
     return {"fp16": cpu_device().fp16, "fp16_of_deepspeed": bool(get_accelerator().is_fp16_supported()),
             "bf16_in_onednn": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-            "muon": str(original_muon.ns_compute_dtype("gram")),
-            "right_in_c": sorted(right_in_c())}
+            "muon": str(original_muon.ns_compute_dtype("gram"))}
 
 
 def load_and_fail(case: Case) -> dict[str, Any]:

@@ -20,15 +20,16 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
 from pretrain.data.loader import Loader
-from pretrain.engine import build
+from pretrain.engine import build, single_steps
 from pretrain.engine.steps import loss_scale
-from pretrain.extensions.sanity import checked_engine
 from pretrain.extensions.sanity.result import table_lines
 from pretrain.extensions.sanity.run_checks import run_checks
+from pretrain.model.kernels.torch_attention import ATTENTION
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.vocabulary import PositionEmbedding, TokenEmbedding, TrainingLoss
 from tests.distributed.workers.worker import Case, plan_of
 from tests.support.cases_loop import each_case
+from tests.support.operators import by_torch
 
 
 def shifted_labels() -> Any:
@@ -140,8 +141,8 @@ def norm_with_loss_scale() -> Any:
 
 def wrong_sign() -> Any:
     """The optimizer adds its updates instead of subtracting them."""
-    right = checked_engine.set_learning_rate
-    return mock.patch.object(checked_engine, "set_learning_rate", lambda engine, lr: right(engine, -lr))
+    right = single_steps.set_learning_rate
+    return mock.patch.object(single_steps, "set_learning_rate", lambda engine, lr: right(engine, -lr))
 
 
 def dropout_without_mode() -> Any:
@@ -227,8 +228,10 @@ def no_causal_mask() -> Any:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    return mock.patch.multiple("pretrain.model.layers.attention", causal_attention=attend,
-                               can_attend_in_c=lambda *_: False)
+    stack = contextlib.ExitStack()
+    stack.enter_context(by_torch(ATTENTION))
+    stack.enter_context(mock.patch("pretrain.model.kernels.torch_attention.torch_causal_attention", attend))
+    return stack
 
 
 def wrong_vocabulary() -> Any:

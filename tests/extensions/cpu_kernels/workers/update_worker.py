@@ -46,11 +46,12 @@ def passes(plain: str) -> Iterator[None]:
             stack.enter_context(patch("pretrain.engine.build.read_less", lambda engine, update: None))
         if plain == "passes":
             stack.enter_context(patch("pretrain.engine.build.skip_reduction_on_one_rank", lambda engine: None))
-            stack.enter_context(patch("pretrain.engine.build.pass_over_gradients_in_c", lambda engine: None))
+            stack.enter_context(patch("pretrain.engine.build.all_kernels", lambda: []))
             stack.enter_context(patch("pretrain.engine.build.save_host_time", lambda engine: None))
         else:
-            stack.enter_context(patch("pretrain.engine.gradient_passes.uses_c", lambda _, x, dtype: x.dtype == dtype))
-            stack.enter_context(patch("pretrain.engine.gradient_passes.PIECE_ELEMENTS", 1280))
+            stack.enter_context(patch("pretrain.extensions.cpu_kernels.gradient_passes.in_c",
+                                      lambda _, x, *dtypes: x.dtype in dtypes))
+            stack.enter_context(patch("pretrain.extensions.cpu_kernels.gradient_passes.PIECE_ELEMENTS", 1280))
         yield
 
 

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.model.kernels.cpu.choice import FAMILIES
-from pretrain.model.kernels.cpu.library import has_library, library_folder
+from pretrain.extensions.cpu_kernels.choice import FAMILIES
+from pretrain.extensions.cpu_kernels.library import has_library, library_folder
 from pretrain.monitor.read_run_folder import read_metrics, read_starts
 from tests.support.cases import config, flags
-from tests.support.launch import WORKERS, run_ranks, train_ranks
+from tests.support.launch import run_ranks, train_ranks
 
 pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
 NONE = dict.fromkeys(FAMILIES, False)
 
 
 def test_a_family_that_one_rank_lacks_is_in_torch_on_all_ranks(tmp_path: Path) -> None:
-    done = run_ranks([str(WORKERS / "kernel_choice_worker.py")], 2, cwd=tmp_path)
+    done = run_ranks([str(Path(__file__).parent / "workers" / "choice_worker.py")], 2, cwd=tmp_path)
     assert [process.returncode for process in done] == [0, 0], done[0].stdout
     assert [json.loads((tmp_path / f"choice.{rank}.json").read_text()) for rank in range(2)] == [NONE, NONE]
 

@@ -5,7 +5,7 @@ projection wrote them, and writes their gradients into one tensor of the same la
 and the logarithms of the softmax sums for the backward pass.
 
 Measured on one core of an Intel Xeon with AMX, forward and backward, 8 heads of 64: 0.28 of the time of the operator in
-cpu_attention.py at 8 x 512 positions, 0.18 at 2 x 2,048; 0.23 and 0.29 of the time of torch's operator.
+attention_products.py at 8 x 512 positions, 0.18 at 2 x 2,048; 0.23 and 0.29 of the time of torch's operator.
 
 In fp32 (attention_fp32.c), the usual case alone is in C: the output of the projection, without what AttentionSettings
 adds. Forward and backward on one AMD core: 0.69 of the time of torch's operator at 12 x 64 positions with 4 heads of
@@ -21,15 +21,17 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.kernels.cpu.library import call
+from pretrain.extensions.cpu_kernels.library import call
+from pretrain.model.kernels import torch_attention
 from pretrain.model.kernels.documents import Documents, first_keys
+from pretrain.model.kernels.torch_attention import AttentionKernel, Rotation
 
 _Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """Settings of an attention; they mean the same as the arguments of `causal_attention` in cpu_attention.py.
+    """Settings of an attention; they mean the same as in torch_attention.py.
 
     Args:
         tables: bf16 cosines and sines [T, R / 2], or [B, 1, T, R / 2]: the first R elements of queries and keys are
@@ -43,6 +45,24 @@ class AttentionSettings:
     alibi_slopes: torch.Tensor | None = None
     tables: tuple[torch.Tensor, torch.Tensor] | None = None
     documents: Documents | None = None
+
+
+class AttentionInC(AttentionKernel):
+    """Attention in bf16."""
+
+    def __call__(self, inputs: _Tensors, settings: torch_attention.AttentionSettings, rope: Rotation | None,
+                 documents: Documents | None, dropout: float) -> torch.Tensor:
+        tables = None if rope is None else rope.tables_for(inputs[0], documents)
+        return attention(inputs, AttentionSettings(settings.num_heads, settings.scale, settings.window,
+                                                   settings.softcap, settings.alibi_slopes, tables, documents))
+
+
+class AttentionInFp32(AttentionKernel):
+    """Attention in fp32, if `is_usual`."""
+
+    def __call__(self, inputs: _Tensors, settings: torch_attention.AttentionSettings, rope: Rotation | None,
+                 documents: Documents | None, dropout: float) -> torch.Tensor:
+        return attention_fp32(inputs[0], settings.num_heads, settings.scale)
 
 
 @functools.cache
@@ -84,28 +104,26 @@ class _Attention(torch.autograd.Function):
         return None, *gradients
 
 
-def is_usual(inputs: _Tensors, settings: AttentionSettings) -> bool:
+def is_usual(inputs: _Tensors, settings: torch_attention.AttentionSettings, documents: Documents | None) -> bool:
     """Return whether `attention_fp32` computes this attention: its heads have a multiple of 32 elements."""
     length, size = inputs[0].shape[1], inputs[0].shape[3]
     return (len(inputs) == 1 and size % 32 == 0 and not 0 < settings.window < length and not settings.softcap
-            and settings.alibi_slopes is None and settings.tables is None
-            and (settings.documents is None or settings.documents.are_whole_samples))
+            and settings.alibi_slopes is None and (documents is None or documents.are_whole_samples))
 
 
-def attention_fp32(qkv_BTGE: torch.Tensor, settings: AttentionSettings) -> torch.Tensor:
+def attention_fp32(qkv_BTGE: torch.Tensor, num_heads: int, scale: float = 0.0) -> torch.Tensor:
     """Return fp32 [B, T, H, E], if `is_usual`."""
-    out: torch.Tensor = _AttentionFp32.apply(settings, qkv_BTGE.contiguous())
+    out: torch.Tensor = _AttentionFp32.apply(qkv_BTGE.contiguous(), num_heads, scale)
     return out
 
 
 class _AttentionFp32(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, settings: AttentionSettings, qkv_BTGE: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, qkv_BTGE: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
         batch, length, heads, size = qkv_BTGE.shape
-        sizes = (batch, length, settings.num_heads, (heads - settings.num_heads) // 2, size,
-                 float(settings.scale or 1 / math.sqrt(size)))
-        out_BTHE = qkv_BTGE.new_empty(batch, length, settings.num_heads, size)
-        logs_BHT = qkv_BTGE.new_empty(batch, settings.num_heads, length)
+        sizes = (batch, length, num_heads, (heads - num_heads) // 2, size, float(scale or 1 / math.sqrt(size)))
+        out_BTHE = qkv_BTGE.new_empty(batch, length, num_heads, size)
+        logs_BHT = qkv_BTGE.new_empty(batch, num_heads, length)
         call("attention_fp32", qkv_BTGE, out_BTHE, logs_BHT, *sizes)
         ctx.save_for_backward(qkv_BTGE, out_BTHE, logs_BHT)
         ctx.sizes = sizes  # type: ignore[attr-defined]
@@ -118,7 +136,7 @@ class _AttentionFp32(torch.autograd.Function):
         gradient = torch.empty_like(qkv_BTGE)
         call("attention_fp32_backward", qkv_BTGE, out_BTHE, grads[0].contiguous(), logs_BHT, gradient,
              *ctx.sizes)  # type: ignore[attr-defined]
-        return None, gradient
+        return gradient, None, None
 
 
 def _heads(tensors: _Tensors, settings: AttentionSettings) -> _Tensors:

@@ -6,15 +6,17 @@ them from the C functions. A mask above what this machine has changes nothing.
 
 import json
 import math
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pretrain.model.kernels.cpu.choice import FAMILIES
-from pretrain.model.kernels.cpu.library import has_library, library_folder
+from pretrain.extensions.cpu_kernels.choice import FAMILIES
+from pretrain.extensions.cpu_kernels.library import has_library, library_folder
 from tests.support.cases import case, flags
 from tests.support.launch import ROOT, run_ranks, run_worker
 from tests.support.layouts import dp2, fp16, pp2, relative_difference
@@ -33,6 +35,11 @@ MASKS: dict[str, dict[str, str]] = {
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", **NO_COMPILER},
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CC": "{folder}/old_cpu"},
 }
+RIGHT_IN_C = """
+import json
+from pretrain.extensions.cpu_kernels.choice import right_in_c
+print(json.dumps(sorted(right_in_c())))
+"""
 STEPS, SAVED = 4, 2
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}}
 # README.md, "The same losses in every layout"
@@ -62,6 +69,9 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
             case("fp16", "start_from_weights", fp16(dp2(2)), {**start, "emulate_fp16": True}),
         ]
         found[mask] = run_worker("layout_worker.py", cases, 2, base / mask, environ=environ)
+        found[mask]["right_in_c"] = json.loads(subprocess.run(
+            [sys.executable, "-c", RIGHT_IN_C], cwd=ROOT, env={**os.environ, **environ}, capture_output=True,
+            text=True, check=True).stdout.splitlines()[-1])
         if mask not in ("native", WITHOUT_FP16):
             continue
         words = [str(run), "--partition_weights", f"--data={corpus}", "--max_samples=200", "--json", "evaluated.json"]
@@ -91,7 +101,7 @@ def test_the_mask_has_an_effect(results: dict[str, dict[str, Any]], mask: str) -
     assert found["muon"] == ("torch.float16" if found["fp16"] else "torch.float32"), \
         "DeepSpeed's Muon no longer depends on the CPU: remove optimizers.orthogonalize_in_fp32"
     assert not (mask == "avx2" and found["bf16_in_onednn"])
-    in_c = [name for name in FAMILIES if name in found["right_in_c"]]
+    in_c = [name for name in FAMILIES if name in results[mask]["right_in_c"]]
     possible = [name for name in FAMILIES if name != "linear" or found["bf16_in_onednn"]]
     assert in_c == (possible if has_library() and MASKS[mask].get("CC") != NO_COMPILER["CC"] else [])
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's flops profiler counts the same FLOPs with functions in C as with torch's operators."""
+"""Profilers see functions in C: DeepSpeed's flops profiler, and torch's."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 
-from pretrain.engine.patches.monitors import count_functions_in_c
+from pretrain.extensions.cpu_kernels.choice import ALL_IN_C, KernelChoice, set_choice
+from pretrain.extensions.cpu_kernels.library import call, has_library
+from pretrain.extensions.cpu_kernels.profiled_flops import count_functions_in_c
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
-from pretrain.model.kernels.cpu.choice import ALL_IN_C, KernelChoice, set_choice
-from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES, write_config
 
@@ -48,3 +48,11 @@ def test_linear_layers_and_attention_in_c_are_counted(tmp_path: Path) -> None:
     assert losses[0] == losses[1] == losses[2]  # the profiler changes no result
     uncounted, _ = flops_and_losses(tmp_path, ALL_IN_C, counts_c=False)
     assert uncounted < 0.8 * flops, "DeepSpeed counts them: delete count_functions_in_c"
+
+
+def test_torchs_profiler_records_the_names_and_shapes_of_functions_in_c() -> None:
+    x = torch.randn(4, 8).bfloat16()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        call("gelu_tanh", x, torch.empty_like(x), x.numel())
+    [event] = [each for each in profile.events() if each.name == "c::gelu_tanh"]
+    assert event.input_shapes[:2] == [[4, 8], [4, 8]]

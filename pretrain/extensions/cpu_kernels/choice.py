@@ -1,9 +1,8 @@
 """Which families of operators are computed in C on this CPU, and which by torch.
 
-A run makes the choice once, at its start, for all ranks (engine/chosen_operators.py), because the variants
-differ in the last bits of their results. Processes that make no choice use each family in C whose results
-are right on this CPU. The choice is kept in a file next to the library, so that later runs compute with the same
-variants.
+A run makes the choice once, at its start, for all ranks (`choose`), because the variants differ in the last bits of
+their results. Processes that make no choice use each family in C whose results are right on this CPU. The choice is
+kept in a file next to the library, so that later runs compute with the same variants.
 """
 
 import contextlib
@@ -16,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from pretrain.distributed.device import cpu_name, instruction_limits
-from pretrain.model.kernels.cpu.c_functions import has_inner_product
-from pretrain.model.kernels.cpu.library import cpu_features, has_kernels, has_library, library_folder, library_name
-from pretrain.model.kernels.cpu.trials import TRIALS, is_right, times_ms
+from pretrain.distributed.collectives import gather
+from pretrain.distributed.device import cpu_features, cpu_name, instruction_limits
+from pretrain.extensions.cpu_kernels.c_functions import has_inner_product
+from pretrain.extensions.cpu_kernels.library import has_library, is_real, library_folder, library_name
+from pretrain.extensions.cpu_kernels.trials import TRIALS, is_right, times_ms
 from pretrain.stored_json import read_json
 
 _MARGIN = 0.95  # torch's operators are chosen if they take less than this fraction of the time in C
@@ -35,17 +36,13 @@ class _Chosen:
     choice: KernelChoice | None = None
 
 
-def uses_c(family: str, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Return whether an operator of a family is computed in C for this tensor, which must have this dtype.
+def in_c(family: str, x: torch.Tensor, *dtypes: torch.dtype) -> bool:
+    """Return whether an operator of a family is computed in C for this tensor, which must have one of these dtypes.
 
     `family`: one of FAMILIES.
     """
-    return has_kernels(x, dtype) and family in (right_in_c() if _Chosen.choice is None else _Chosen.choice)
-
-
-def cpu_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the C functions for a tensor whose operator exists in both of their dtypes."""
-    return torch.float32 if x.dtype == torch.float32 else torch.bfloat16
+    return x.dtype in dtypes and is_real(x) and family in (
+        right_in_c() if _Chosen.choice is None else _Chosen.choice)
 
 
 def set_choice(choice: KernelChoice | None) -> None:
@@ -103,6 +100,34 @@ def fastest_choice() -> KernelChoice:
             _write(path, choice, times)
             cached = choice
     return cached & possible
+
+
+def choose(recorded: dict[str, bool] | None, *, measured: bool = True) -> None:
+    """Choose at the start of a run which families of operators are computed in C. Collective; on GPUs, do nothing.
+
+    The order of preference is: the choice that the run folder records, because a resume must be bit-exact; the choice
+    that is cached for the CPU of rank 0; a measurement of some milliseconds on rank 0. A family that is not possible on
+    the CPU of every rank is computed by torch on all ranks: replicas of the parameters must stay equal.
+
+    Args:
+        recorded: the choice of the run's newest start, as run.json has it; only rank 0's value is used.
+        measured: whether a family is in C only if it is faster. Two runs may measure different times.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return
+    wanted: list[Any] = [(parse_choice(recorded), fastest_choice() if measured else right_in_c())
+                         if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(wanted, src=0)
+    earlier, fastest = wanted[0]
+    possible = frozenset.intersection(*gather(right_in_c()))
+    set_choice((fastest if earlier is None else earlier) & possible)
+    lost = sorted((earlier or frozenset()) - possible)
+    if lost and dist.get_rank() == 0:
+        print(f"warning: the C kernels for {', '.join(lost)}, which this run used before, are not available on this "
+              "machine, so torch's operators are used: the next losses differ in the last bits from those of a run "
+              "without this change", file=sys.stderr, flush=True)
 
 
 def as_json(choice: KernelChoice) -> dict[str, bool]:

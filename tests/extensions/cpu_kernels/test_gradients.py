@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pretrain.model.kernels.cpu.c_functions import add_, euclidean_norm, has_not_finite, multiply_, scale_to_float_
-from pretrain.model.kernels.cpu.library import has_library
+from pretrain.extensions.cpu_kernels.c_functions import add_, euclidean_norm, has_not_finite, multiply_, scale_to_float_
+from pretrain.extensions.cpu_kernels.library import has_library
 
 pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

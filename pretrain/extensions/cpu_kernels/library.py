@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.distributed.device import cpuinfo
+from pretrain.distributed.device import cpu_features
 
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-O3", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC")
@@ -36,20 +36,18 @@ class _Simulated:
     tensor_type: type[torch.Tensor] | None = None
 
 
-def has_kernels(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Return whether C functions for `dtype` accept this tensor, which must be on a CPU, on a machine with a compiler.
+def is_real(x: torch.Tensor) -> bool:
+    """Return whether a tensor is on a CPU and has memory, or is one of a simulation.
 
-    Operators call `choice.uses_c`, which also considers the choice for this CPU. Subclasses of tensors are excluded,
-    because they may have no memory (torch's FakeTensor). torch.compile is excluded, because it cannot trace C.
+    Subclasses of tensors are excluded, because they may have no memory (torch's FakeTensor).
     """
-    return (type(x) is (_Simulated.tensor_type or torch.Tensor) and x.device.type == "cpu" and x.dtype == dtype
-            and not torch.compiler.is_compiling() and _library() is not None)
+    return type(x) is (_Simulated.tensor_type or torch.Tensor) and x.device.type == "cpu"
 
 
 def call(name: str, *arguments: torch.Tensor | int | float | None) -> None:
     """Call a C function: a tensor is passed as a pointer to its first element, None as NULL, numbers as int64 or float.
 
-    The library must exist (`has_kernels`). The tensors must have the memory layout that the function expects. While
+    The library must exist (`has_library`). The tensors must have the memory layout that the function expects. While
     torch.profiler is active, it records the function as `c::NAME` with the shapes of the tensors.
     """
     if _Simulated.tensor_type is not None:
@@ -165,8 +163,3 @@ def _cpu_flags() -> list[tuple[str, ...]]:
     known = tuple(flag for feature, flag in _X86_FLAGS.items() if feature in features)
     return [("-march=native", "-mprefer-vector-width=512", "-fopenmp"), ("-march=native", "-fopenmp"),
             (*known, "-fopenmp"), (*(flag for flag in known if "512" not in flag), "-fopenmp"), ("-fopenmp",), ()]
-
-
-def cpu_features() -> str:
-    """Return the CPU's instruction sets, on which the code of -march=native depends."""
-    return "".join(sorted({line for line in cpuinfo().splitlines() if line.startswith(("flags", "Features"))}))

@@ -7,11 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from pretrain.model.kernels.cpu import attention as module
-from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, instructions
-from pretrain.model.kernels.cpu.choice import ALL_IN_C, set_choice
-from pretrain.model.kernels.cpu.library import has_library
-from pretrain.model.kernels.cpu_attention import can_attend_in_c
+from pretrain.extensions.cpu_kernels import attention_in_c as module
+from pretrain.extensions.cpu_kernels.attention_in_c import AttentionSettings, attention, instructions
+from pretrain.extensions.cpu_kernels.choice import ALL_IN_C, set_choice
+from pretrain.extensions.cpu_kernels.kernels import _is_attention_in_c
+from pretrain.extensions.cpu_kernels.library import has_library
+from pretrain.model.kernels import torch_attention
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import alibi_slopes
 from tests.support.reference_attention import documents_of, eager_attention
@@ -157,10 +158,11 @@ def test_attention_saves_its_input_its_output_and_a_number_for_each_query_and_he
 def test_attention_is_in_c_if_each_thread_has_a_head():
     qkv, threads = torch.empty(2, 5, 8, 16, dtype=torch.bfloat16), torch.get_num_threads()
     torch.set_num_threads(4)
-    usual = [can_attend_in_c(qkv, 2, 0.0), can_attend_in_c(qkv, 1, 0.0), can_attend_in_c(qkv, 2, 0.1),
-             can_attend_in_c(qkv.float(), 2, 0.0)]
+    two, one = (torch_attention.AttentionSettings(8 - 2 * heads, heads) for heads in (2, 1))
+    usual = [_is_attention_in_c((qkv,), two, None, None, 0.0), _is_attention_in_c((qkv,), one, None, None, 0.0),
+             _is_attention_in_c((qkv,), two, None, None, 0.1), _is_attention_in_c((qkv.float(),), two, None, None, 0.0)]
     set_choice(ALL_IN_C - {"attention"})
-    not_chosen = can_attend_in_c(qkv, 2, 0.0)
+    not_chosen = _is_attention_in_c((qkv,), two, None, None, 0.0)
     set_choice(None)
     torch.set_num_threads(threads)
     assert (usual, not_chosen) == ([True, False, False, False], False)

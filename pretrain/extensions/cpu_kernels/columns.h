@@ -4,7 +4,7 @@
 #define COLUMNS_H
 #include "bf16.h"
 
-#define BLOCK_ROWS 64 /* kernels/cpu/c_functions.py repeats it */
+#define BLOCK_ROWS 64 /* c_functions.py repeats it */
 
 static inline int64_t block_count(int64_t rows) {
     return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
+from pretrain.extensions.cpu_kernels import c_functions
+from pretrain.extensions.cpu_kernels.choice import in_c
+from pretrain.extensions.cpu_kernels.library import has_library
 from pretrain.model.kernels.activation import activated_linear
-from pretrain.model.kernels.cpu import c_functions
-from pretrain.model.kernels.cpu.choice import uses_c
-from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.linear import linear
-from pretrain.model.kernels.norm import NormSettings, norm, residual_norm
+from pretrain.model.kernels.norm import NormSettings, norm, residual_norm, with_source
 from tests.support.tensors import relative_error, saved_by
 
 pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
@@ -107,16 +107,16 @@ def test_linear_layers_in_fp32_are_as_exact_as_torchs_and_do_not_depend_on_the_t
     grad = random(rows, 2, outputs, seed=3).transpose(0, 1)
     exact = results(F.linear, operands, grad, torch.float64)
     theirs = results(F.linear, operands, grad, torch.float32)
-    assert uses_c("linear_fp32", theirs[0], torch.float32)
+    assert in_c("linear_fp32", theirs[0], torch.float32)
     mine = []
     for count in (1, 2, 3):
         threads(count)
         mine.append(results(linear, operands, grad, torch.float32))
     for found, plain, wanted in zip(mine[0], theirs, exact, strict=True):
         assert relative_error(found, wanted) <= 1.5 * relative_error(plain, wanted) + 1e-7
-    in_c = 3 if outputs <= c_functions._MOST_OUTPUTS else 2  # output, gradients of the input and of the weight
+    bit_equal = 3 if outputs <= c_functions._MOST_OUTPUTS else 2  # output, gradients of the input and of the weight
     for other in mine[1:]:
-        assert all(map(torch.equal, mine[0][:in_c], other))
+        assert all(map(torch.equal, mine[0][:bit_equal], other))
 
 
 def test_products_in_fp32_propagate_nan_and_infinity_to_their_row_or_column():
@@ -210,7 +210,7 @@ def test_norms_are_as_exact_as_torchs(shape, settings, with_bias, adds, dtype):
     def compute(x, added, weight, bias, *, plain):
         if adds == "nothing":
             return norm(x, weight, bias, settings, plain=plain)
-        total, normed = residual_norm(x, added, weight, bias, settings, plain=plain)
+        total, normed, _ = residual_norm(x, added, weight, bias, settings, plain=plain)
         return torch.cat((total, normed))
 
     grads = grad if adds == "nothing" else torch.cat((dtotal, grad))
@@ -247,7 +247,7 @@ def test_norms_do_not_depend_on_the_threads_and_propagate_nan_and_infinity(setti
 def test_norms_keep_only_their_sum_and_one_gradient_may_be_missing():
     x, added, weight = (random(*shape).requires_grad_() for shape in ((4, 8), (4, 8), (8,)))
     settings = NormSettings(is_rms=True, eps=1e-6)
-    (total, _), saved = saved_by(residual_norm, x, added, weight, None, settings)
+    (total, *_), saved = saved_by(residual_norm, x, added, weight, None, settings)
     assert sorted(tensor.data_ptr() for tensor in saved) == sorted((total.data_ptr(), weight.data_ptr()))
     total.sum().backward()  # the norm is not used
     assert torch.equal(x.grad, torch.ones_like(x))
@@ -270,14 +270,14 @@ def test_linear_layers_recompute_a_norm_and_give_the_same_bits(with_bias, adds, 
     settings, found, kept = NormSettings(not with_bias, 1e-5), [], []
 
     def layers(recomputed):
-        total, normed = residual_norm(x, added, scale, shift, settings, recomputed=recomputed)
-        kept.append(normed)
-        return torch.cat([total, *(linear(normed, weight, None) for weight in weights)], -1)
+        total, normed, source = residual_norm(x, added, scale, shift, settings, recomputed=recomputed)
+        kept.append((normed, source))
+        return torch.cat([total, *(linear(with_source(normed, source), weight, None) for weight in weights)], -1)
 
     for recomputed in (False, True):
         out = layers(recomputed)
         found.append([out, *torch.autograd.grad(out.float().square().sum(), [x, scale, *weights])])
     assert all(map(torch.equal, *found))
-    assert kept[1].norm_source.recomputation._out is None
+    assert kept[1][1].recomputation._out is None
     _, saved = saved_by(layers, True)
-    assert kept[-1].data_ptr() not in {tensor.data_ptr() for tensor in saved}
+    assert kept[-1][0].data_ptr() not in {tensor.data_ptr() for tensor in saved}

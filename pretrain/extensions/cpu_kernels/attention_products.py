@@ -1,9 +1,6 @@
-"""Causal attention: a custom operator on CPUs in bf16 or with documents, torch's operators elsewhere.
+"""Causal attention on CPUs in bf16, or with documents, from matrix products, where it is not computed in C.
 
-In bf16 on CPUs with dot products of bf16, attention is computed in C instead, and in fp32 the usual case
-(cpu/attention.py).
-
-The custom operator consists of matrix products that use the CPU's bf16 units. For queries a..b and all keys up to b:
+The operator consists of matrix products that use the CPU's bf16 units. For queries a..b and all keys up to b:
 P = softmax(S), S = scale Q K^T with later positions at -inf,  O = P V.
 The backward pass recomputes P (FlashAttention, arXiv 2205.14135, algorithm 4, with complete rows instead of tiles):
 dV = P^T dO,  dS = P * (dO V^T - rowsum(P * dO V^T)),  dQ = scale dS K,  dK = scale dS^T Q.
@@ -25,61 +22,28 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.kernels.cpu.attention import AttentionSettings, instructions, is_usual
-from pretrain.model.kernels.cpu.choice import uses_c
+from pretrain.extensions.cpu_kernels.memory import ATTENTION_ROWS, CPU_SCORES
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.kernels.torch_attention import torch_causal_attention
-from pretrain.model.operator_memory import ATTENTION_ROWS, CPU_SCORES
+from pretrain.model.kernels.torch_attention import AttentionKernel
 
 
-def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float = 0.0,
-                     plain: bool = False, scale: float = 0.0, window: int = 0, softcap: float = 0.0,
-                     alibi_slopes: torch.Tensor | None = None, documents: Documents | None = None) -> torch.Tensor:
-    """Return [B, H, T, E], computed by the fastest operator for this device and dtype. H is a multiple of K.
+class AttentionByProducts(AttentionKernel):
+    """Attention in bf16, or with documents, without dropout. Saves only its inputs for the backward pass."""
 
-    On CPUs without dropout, in bf16 or with documents, only the three inputs are saved for the backward pass, whatever
-    the other arguments are. torch_attention.py says what torch's operators save.
-
-    Args:
-        plain: always use torch's operators.
-        scale: factor of the scores; 0: 1 / sqrt(E).
-        window: number of latest positions that a query sees, with its own; 0: all.
-        softcap: scores become softcap * tanh(scores / softcap); 0: no cap.
-        alibi_slopes: fp32 [H] from torch_attention.py: slope * (key position - query position) is added to the scores.
-        documents: each query sees only the keys of its own document; None: of its sample.
-    """
-    window = 0 if window >= q_BHTE.shape[2] else window  # it would mask nothing
-    on_cpu = q_BHTE.device.type == "cpu" and not torch.compiler.is_compiling()  # it would unroll the loops
-    if on_cpu and documents is not None and documents.are_whole_samples:
-        documents = None
-    if on_cpu and dropout == 0.0 and not plain and (q_BHTE.dtype == torch.bfloat16 or documents is not None):
+    def attend(self, q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float = 0.0,
+               scale: float = 0.0, window: int = 0, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+               documents: Documents | None = None) -> torch.Tensor:
+        """Return [B, H, T, E]."""
+        if documents is not None and documents.are_whole_samples:
+            documents = None
         scores = Scores(scale or 1 / math.sqrt(q_BHTE.shape[-1]), window, softcap, alibi_slopes, documents)
         out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE, scores)
         return out
-    return torch_causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, scale=scale, window=window,
-                                  softcap=softcap, alibi_slopes=alibi_slopes, documents=documents, plain=plain)
-
-
-def can_attend_in_c(qkv_BTGE: torch.Tensor, num_kv_heads: int, dropout: float) -> bool:
-    """Return whether `attention` in cpu/attention.py computes it: there is one key/value head or more per thread."""
-    return (dropout == 0.0 and uses_c("attention", qkv_BTGE) and instructions() > 0
-            and _has_head_per_thread(qkv_BTGE, num_kv_heads))
-
-
-def can_attend_in_fp32(inputs: tuple[torch.Tensor, ...], num_kv_heads: int, dropout: float,
-                       settings: AttentionSettings) -> bool:
-    """Return whether `attention_fp32` in cpu/attention.py computes it."""
-    return (dropout == 0.0 and uses_c("attention_fp32", inputs[0], torch.float32) and is_usual(inputs, settings)
-            and _has_head_per_thread(inputs[0], num_kv_heads))
-
-
-def _has_head_per_thread(x_BTHE: torch.Tensor, num_kv_heads: int) -> bool:
-    return x_BTHE.shape[0] * num_kv_heads >= torch.get_num_threads()
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How the scores are computed from queries and keys: the last arguments of `causal_attention`."""
+    """How the scores are computed from queries and keys: see AttentionSettings; `scale` is the factor itself."""
 
     scale: float
     window: int = 0

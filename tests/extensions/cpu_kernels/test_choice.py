@@ -11,20 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.model.kernels.cpu import choice, library, trials
-from pretrain.model.kernels.cpu.c_functions import has_inner_product
-from pretrain.model.kernels.cpu.choice import (
+from pretrain.distributed.device import cpu_features
+from pretrain.extensions.cpu_kernels import choice, library, trials
+from pretrain.extensions.cpu_kernels.c_functions import has_inner_product
+from pretrain.extensions.cpu_kernels.choice import (
     ALL_IN_C,
     FAMILIES,
     KernelChoice,
     fastest_choice,
+    in_c,
     measure_choice,
     parse_choice,
-    uses_c,
 )
-from pretrain.model.kernels.cpu.trials import TRIALS, Trial, is_right
+from pretrain.extensions.cpu_kernels.trials import TRIALS, Trial, is_right
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 REAL_COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 pytestmark = pytest.mark.skipif(REAL_COMPILER is None, reason="no C compiler")
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(REAL_COMPILER is None, reason="no C compiler")
 REPORT = """
 import json, torch
 from pretrain.model.kernels.activation import activate
-from pretrain.model.kernels.cpu.choice import right_in_c
+from pretrain.extensions.cpu_kernels.choice import right_in_c
 x = torch.linspace(-4, 4, 1000).bfloat16()
 error = (activate("gelu_tanh", x).float() - torch.nn.functional.gelu(x.float(), approximate="tanh")).abs().max()
 print(json.dumps({"in_c": sorted(right_in_c()), "error": float(error)}))
@@ -94,7 +95,7 @@ def test_an_old_gcc_without_cc_gets_the_flags_that_it_knows(tmp_path: Path) -> N
     assert found["in_c"] == sorted(family for family in FAMILIES if family != "linear" or has_inner_product())
     flags = (tmp_path / "bin" / "gcc.log").read_text().split()
     assert "-fopenmp" in flags
-    assert ("-mavx2" in flags) == ("avx2" in library.cpu_features().split())
+    assert ("-mavx2" in flags) == ("avx2" in cpu_features().split())
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false", "'"])
@@ -201,9 +202,9 @@ def test_the_choice_decides() -> None:
     try:
         for value in (True, False):
             choice.set_choice(ALL_IN_C if value else ALL_IN_C - {"activation"})
-            assert uses_c("activation", x) is value
-            assert uses_c("norm", x)
+            assert in_c("activation", x, torch.bfloat16) is value
+            assert in_c("norm", x, torch.bfloat16)
     finally:
         choice.set_choice(None)
-    assert not uses_c("activation", x.float())
-    assert uses_c("activation", x.float(), torch.float32)
+    assert not in_c("activation", x.float(), torch.bfloat16)
+    assert in_c("activation", x.float(), torch.float32)

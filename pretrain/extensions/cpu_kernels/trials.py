@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from pretrain.model.kernels.cpu import c_functions
-from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, attention_fp32, instructions
+from pretrain.extensions.cpu_kernels import c_functions
+from pretrain.extensions.cpu_kernels.attention_in_c import AttentionSettings, attention, attention_fp32, instructions
+from pretrain.model.kernels.norm import NormSettings
 
 _CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
 _TIMED_ROWS = 256
@@ -128,7 +129,7 @@ def _projections_fp32(rows: int, generator: torch.Generator) -> Operands:
 
 
 def _attention_in_fp32(qkv_BTGE: torch.Tensor, grad_BTHE: torch.Tensor) -> Operands:
-    return _with_gradient(lambda qkv: attention_fp32(qkv, AttentionSettings(num_heads=4)), qkv_BTGE, grad_BTHE)
+    return _with_gradient(lambda qkv: attention_fp32(qkv, 4), qkv_BTGE, grad_BTHE)
 
 
 def _attention_in_torch(qkv_BTGE: torch.Tensor, grad_BTHE: torch.Tensor) -> Operands:
@@ -140,8 +141,11 @@ def _attention_in_torch(qkv_BTGE: torch.Tensor, grad_BTHE: torch.Tensor) -> Oper
 
 
 def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor) -> Operands:
-    """Return the function's value and the gradient of its input."""
-    with torch.enable_grad():
+    """Return the function's value and the gradient of its input.
+
+    The first trials may be made in a context that records saved tensors, such as that of a checkpoint.
+    """
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         value = function(x.requires_grad_())
         # not torch.autograd.grad(value, x, grad), which imports sympy to compare the shapes (torch 2.13), 0.4 s
         return value.detach(), *torch.autograd.grad((value * grad).sum(), x)
@@ -154,7 +158,7 @@ def _norm(rows: int, generator: torch.Generator, dtype: torch.dtype = torch.bflo
 
 def _norm_in_c(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
                bias: torch.Tensor) -> tuple[Any, ...]:
-    settings = c_functions.NormSettings(is_rms=False, eps=1e-5)
+    settings = NormSettings(is_rms=False, eps=1e-5)
     total, normed = c_functions.norm(x, added, weight[0], bias[0], settings)
     return total, normed, *c_functions.norm_backward(grad, total, residual, weight[0], settings, with_bias=True)
 
@@ -170,7 +174,7 @@ def _norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, res
 
 def _rms_norm_in_c(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor,
                    weight: torch.Tensor, bias: torch.Tensor) -> Operands:
-    settings = c_functions.NormSettings(is_rms=True, eps=1e-5)
+    settings = NormSettings(is_rms=True, eps=1e-5)
     total, normed = c_functions.norm(x, added, weight[0], None, settings)
     dx, dweight, _ = c_functions.norm_backward(grad, total, residual, weight[0], settings, with_bias=False)
     return total, normed, dx, dweight
@@ -179,7 +183,7 @@ def _rms_norm_in_c(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, res
 def _rms_norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor,
                        weight: torch.Tensor, bias: torch.Tensor) -> Operands:
     total = x + added
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         leaves = total.detach().requires_grad_(), weight[0].clone().requires_grad_()
         normed = torch.nn.functional.rms_norm(leaves[0], x.shape[1:], leaves[1], 1e-5)
         dx, dweight = torch.autograd.grad((normed * grad).sum(), leaves)

@@ -20,9 +20,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.distributed.deepspeed_version import shortcut
-from pretrain.model.kernels.cpu.c_functions import euclidean_norm, has_not_finite, multiply_, scale_to_float_
-from pretrain.model.kernels.cpu.choice import uses_c
-from pretrain.model.operator_memory import PIECE_ELEMENTS
+from pretrain.extensions.cpu_kernels.c_functions import euclidean_norm, has_not_finite, multiply_, scale_to_float_
+from pretrain.extensions.cpu_kernels.choice import in_c
+from pretrain.extensions.cpu_kernels.memory import PIECE_ELEMENTS
 
 
 def pass_over_gradients_in_c(engine: DeepSpeedEngine) -> None:
@@ -44,8 +44,7 @@ def pass_over_gradients_in_c(engine: DeepSpeedEngine) -> None:
 
 
 def _in_c(gradient: torch.Tensor) -> bool:
-    dtype = torch.float32 if gradient.dtype == torch.float32 else torch.bfloat16
-    return uses_c("optimizer", gradient, dtype) and gradient.is_contiguous()
+    return in_c("optimizer", gradient, torch.bfloat16, torch.float32) and gradient.is_contiguous()
 
 
 def _compute_norms(optimizer: Any) -> None:

@@ -1,15 +1,17 @@
 """Passes over the gradients between backward pass and Adam: the same updates as with DeepSpeed's passes, in fewer."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pretrain.model.kernels.cpu.library import has_library
+from pretrain.extensions.cpu_kernels.library import has_library
 from tests.support.cases import CPU, case, config, flags, fused
 from tests.support.launch import run_worker
 
 pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
+WORKER = str(Path(__file__).parent / "workers" / "update_worker.py")
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 JSONS: dict[str, dict[str, Any]] = {  # with one rank
     "zero1": config(1, precision="bf16"), "zero2": config(2, precision="bf16"), "zero3": config(3, precision="bf16"),
@@ -44,13 +46,13 @@ def cases_of(jsons: dict[str, dict[str, Any]], corpus: str, plain: str) -> list[
 
 @pytest.fixture(scope="module")
 def one_rank(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_worker("update_worker.py", cases_of(JSONS, corpus, "passes"), 1, tmp_path_factory.mktemp("one"))
+    return run_worker(WORKER, cases_of(JSONS, corpus, "passes"), 1, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases = cases_of(TWO_RANKS, corpus, "passes") + cases_of(READS, corpus, "reads")
-    return run_worker("update_worker.py", cases, 2, tmp_path_factory.mktemp("two"))
+    return run_worker(WORKER, cases, 2, tmp_path_factory.mktemp("two"))
 
 
 def check_equal(ours: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -103,7 +105,7 @@ def test_bf16_at_stage_0_has_the_norms_of_deepspeed_in_one_operator(name: str, o
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_deepspeed_still_needs_more_passes(name: str, one_rank: dict[str, Any]) -> None:
-    """If this fails, delete parts of patches/zero.py, engine/gradient_passes.py, or patches/host_time.py (slice)."""
+    """If this fails, delete parts of patches/zero.py, gradient_passes.py, or patches/host_time.py (slice)."""
     plain, ours = one_rank[f"{name}_passes"]["passes"], one_rank[f"{name}_"]["passes"]
     assert ours["copy_"] == pytest.approx(2, rel=0.02)  # two tensors: the weights, and their master weights
     assert plain["copy_"] >= 2 * 3  # also gradients: into a bucket, and out of it

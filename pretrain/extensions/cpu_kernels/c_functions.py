@@ -1,6 +1,6 @@
 """The C functions for CPUs as functions of tensors: activations, linear layers, norms, cross-entropy, gradients.
 
-Attention is in attention.py. In bf16, linear layers use oneDNN's products in the forms that it computes fast, with
+Attention is in attention_in_c.py. In bf16, linear layers use oneDNN's products in the forms that it computes fast, with
 transposed copies and sums of columns in C; in fp32 the products are in C (products.c). The other functions take tensors
 in bf16 or fp32, and those for gradients contiguous ones.
 
@@ -8,12 +8,12 @@ Shapes: N rows (tokens), I inputs, O outputs; C tokens, V words of the vocabular
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
-from pretrain.model.kernels.cpu.library import call
+from pretrain.extensions.cpu_kernels.library import call
+from pretrain.model.kernels.norm import NormSettings
 
 ACTIVATIONS_IN_C = ("gelu", "gelu_tanh", "silu")  # in bf16; the others are as fast in torch
 ACTIVATIONS_IN_C_FP32 = ("gelu_tanh", "silu")
@@ -139,14 +139,6 @@ def has_inner_product() -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
         return False
-
-
-class NormSettings(NamedTuple):
-    """Formula and constants of a norm, as in norm.c."""
-
-    is_rms: bool
-    eps: float
-    offset: float = 0.0  # is added to the weight
 
 
 def norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,

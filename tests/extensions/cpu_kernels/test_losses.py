@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pretrain.model.kernels.cpu import library
-from pretrain.model.kernels.cpu.c_functions import cross_entropy_
+from pretrain.extensions.cpu_kernels import library
+from pretrain.extensions.cpu_kernels.c_functions import cross_entropy_
 from pretrain.model.kernels.fused_loss import LossTerms
 
 pytestmark = pytest.mark.skipif(library._library() is None, reason="no C compiler")
