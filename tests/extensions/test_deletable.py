@@ -18,9 +18,9 @@ from tests.support.launch import ROOT
 NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/extension.py"))
 # flags with which a run uses the extension; {}: it has none, and each run uses it
 USED: dict[str, dict[str, Any]] = {
-    "cpu_kernels": {}, "hints": {}, "ladder": {"expected_curve": "ladder.json"}, "notify": {"notify_command": "true"},
-    "profile": {"profile_steps": 1}, "replay": {"recompute_interval": 1}, "report": {},
-    "sanity": {"sanity_check": "true"}, "slow_ranks": {}, "tasks": {"show_predictions": 1}, "wrapped": {}}
+    "cpu_kernels": {}, "hints": {}, "inspect": {}, "ladder": {"expected_curve": "ladder.json"},
+    "notify": {"notify_command": "true"}, "profile": {"profile_steps": 1}, "replay": {"recompute_interval": 1},
+    "report": {}, "sanity": {"sanity_check": "true"}, "slow_ranks": {}, "tasks": {"show_predictions": 1}, "wrapped": {}}
 
 
 def tree_without(name: str, folder: Path) -> Path:
