@@ -1,11 +1,14 @@
 """The files through which one follows a save: those that it executes are those that the page draws, and no others."""
 
+import importlib
+import inspect
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from pretrain.callback import Callback, UpdatePart
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT
 
@@ -55,3 +58,27 @@ def test_a_save_executes_the_files_that_the_page_draws(corpus: str, tmp_path: Pa
         elif name := re.match(r" *(\w+\.py):", line):
             drawn.add(folder + name[1])
     assert walked == drawn
+
+
+def _parts() -> list[str]:
+    """Return rows of the page's table: each part of a run, and the points of callback.py that it has."""
+    points = [name for kind in (UpdatePart, Callback) for name in vars(kind)
+              if inspect.isfunction(vars(kind)[name]) and not name.startswith("_") and name != "set_state"]
+    found = []
+    for path in sorted((ROOT / "pretrain").glob("*/**/*.py")):
+        file = path.relative_to(ROOT / "pretrain")
+        for name in re.findall(r"^class (\w+)\((?:Callback|UpdatePart)\)", path.read_text(), re.MULTILINE):
+            part = getattr(importlib.import_module(".".join(["pretrain", *file.with_suffix("").parts])), name)
+            acts = [point for point in points
+                    if getattr(part, point, None) not in (None, *(getattr(kind, point, None)
+                                                                  for kind in (UpdatePart, Callback)))]
+            found.append((part.order, f"| {part.order:g} | `{name}` | `{file}` | {', '.join(acts)} |"))
+    return [row for _, row in sorted(found)]
+
+
+def test_the_page_lists_who_acts_at_which_point() -> None:
+    """Rows of an extension that was deleted may remain."""
+    page = (ROOT / "pretrain/README.md").read_text()
+    listed = [line for line in page.splitlines() if re.match(r"\| [\d.]+ \| `\w+` \| `", line)]
+    kept = [line for line in listed if (ROOT / "pretrain" / line.split("`")[3]).exists()]
+    assert kept == _parts(), "\n".join(["the table is:", *_parts()])
