@@ -1,4 +1,4 @@
-"""Token files: describe, hash, verify, merge, split and compare them; look at documents, and at a step's tensors."""
+"""Token files: describe, hash, verify, merge, split and compare them."""
 
 import argparse
 import json
@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.analysis.inspect_documents import inspect_documents, report_lines, write_page
-from pretrain.analysis.recorded_data import find_step, open_data_of_step
 from pretrain.cli import (
     LARGEST_INT,
     Parser,
@@ -27,14 +25,12 @@ from pretrain.data.merge_split import merge, split
 from pretrain.data.overlap.find_overlap import find_overlap, open_train, remove_overlap
 from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
 from pretrain.data.prepare.summary import summary_text
-from pretrain.data.source_facts import end_notes, learnable_notes, source_facts
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
-from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
+from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.inspect_files import describe, store_hashes, verify_data
 from pretrain.data.token_files.writer import IndexedWriter
-from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import STOPPED, ConfigError
-from pretrain.paths import check_file, check_folder
+from pretrain.paths import check_file
 from pretrain.progress import ProgressBar
 
 
@@ -206,7 +202,7 @@ def _add_overwrite(command: argparse.ArgumentParser) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
-def data_main() -> int:
+def main() -> int:
     flags: argparse.Namespace = _data_parser().parse_args()
     try:
         code: int = flags.function(flags)
@@ -214,70 +210,3 @@ def data_main() -> int:
         say(f"stopped by {stop.name}: give the same command again")
         return STOPPED
     return code
-
-
-def _documents(args: argparse.Namespace) -> int:
-    if args.html:
-        check_folder(args.html.absolute().parent, "--html")
-    data, meta = IndexedDataset(args.prefix), read_meta(args.prefix) or {}
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    vocab_size, eod_token = (tokenizer.vocab_size, tokenizer.eod_token) if tokenizer else (
-        meta.get("vocab_size"), meta.get("eod_token"))
-    part = min(1.0, args.max_documents / max(data.num_documents, 1))
-    with ProgressBar("inspecting", int(part * data.num_tokens * data.dtype.itemsize)) as progress:
-        report = inspect_documents(data, vocab_size=vocab_size, eod_token=eod_token, most=args.max_documents,
-                                   advance=progress.advance)
-    notes, where = list[str](), str(args.prefix)
-    if data.num_tokens:
-        facts = source_facts(data)
-        notes = [*end_notes(where, facts, eod_token), *learnable_notes(data, where, facts)]
-    print("\n".join([*report_lines(report), *(f"note: {note}" for note in notes)]))
-    if args.html:
-        write_page(args.html, data, report, tokenizer.decode if tokenizer else None)
-        print(f"written: {args.html}")
-    return 1 if report.counts["damaged"] else 0
-
-
-def _step(args: argparse.Namespace) -> int:
-    run = Path(args.run)
-    position = find_step(run, args.step)
-    data = open_data_of_step(run, position.start)
-    from pretrain.analysis.inspect_step import check_labels, read_step, step_lines  # imports torch
-
-    found = read_step(position, data)
-    problems = check_labels(found.batches)
-    lines = step_lines(found, problems, samples=args.samples, tokens=args.tokens)
-    print("\n".join([*lines, *(f"note: {note}" for note in data.notes)]))
-    return 1 if problems else 0
-
-
-def _inspect_parser() -> Parser:
-    parser = Parser(description="Look at data: the documents of a data set, and the tensors of a step of a run. No "
-                                "command needs a GPU.",
-                    epilog="Exit codes: 0 success; 1 damaged documents, or labels that are not the next tokens; "
-                           "2 bad input.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    text = "show the tokens, labels and loss weights that enter the model at a step of a run"
-    step = commands.add_parser("step", help=text, description=text)
-    step.set_defaults(function=_step)
-    step.add_argument("run", metavar="RUN", type=path, help="run folder (--save of the run)")
-    step.add_argument("step", metavar="STEP", type=whole_number(1, 2**62), help="number of the step, from 1")
-    step.add_argument("--samples", type=whole_number(1, 2**20), default=2,
-                      help="samples to show (default: %(default)s)")
-    step.add_argument("--tokens", type=whole_number(0, 2**30), default=16,
-                      help="positions of each sequence to show (default: %(default)s)")
-    text = "find damaged, duplicate and degenerate documents"
-    documents = commands.add_parser("documents", help=text, description=text)
-    documents.set_defaults(function=_documents)
-    documents.add_argument("prefix", metavar="PREFIX", type=prefix, help="path of the data set, without .bin")
-    documents.add_argument("--tokenizer", type=path, metavar="PATH", help="tokenizer of the data, to show text")
-    documents.add_argument("--html", type=path, metavar="FILE", help="write a page with plots and sampled documents "
-                           "(needs matplotlib)")
-    documents.add_argument("--max_documents", type=whole_number(1, 2**62), default=1_000_000, metavar="N",
-                           help="documents to inspect; of more, evenly spread ones (default: %(default)s)")
-    return parser
-
-
-def inspect_main() -> int:
-    args = _inspect_parser().parse_args()
-    return int(args.function(args))

@@ -1,5 +1,6 @@
 """Facts about a token file, read from a sample before training: ends and lengths of documents, entropy, token order."""
 
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _FREQUENT = 64  # most frequent tokens of two sources that are compared
 # two; but with one tokenizer, English and Python share 0.3, and Shakespeare and Markdown 0.5.
 _LEAST_SHARED = 0.7
 _MOST_NAMED = 4  # sources in a note
+_REPETITIVE = 0.1  # size of the tokens after compression / before; source code and prose have 0.4 to 0.8
 _MANY_DUPLICATES = 0.3  # of the documents; crawls of the web have 0.03 to 0.14 (arXiv 2107.06499, table 2)
 
 
@@ -171,3 +173,8 @@ def _duplicates(prefix: Path) -> float:
         return 0.0 if summary["duplicates_removed"] else summary["duplicate_documents"] / summary["documents"]
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
         return 0.0  # of another program, or not counted
+
+
+def is_degenerate(content: bytes) -> bool:
+    """Return whether the bytes of a document's tokens are hardly anything but repetitions."""
+    return len(zlib.compress(content, 1)) < _REPETITIVE * len(content)

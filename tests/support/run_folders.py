@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 START = 1_795_000_000.0  # seconds
-OLD_KEYS = ("step", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm", "loss_scale",
-            "skipped_steps", "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu",
-            "memory_bytes", "peak_memory_bytes", "eta_seconds")  # of runs before rows had a time
+FEW_KEYS = ("step", "time", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm",
+            "loss_scale", "skipped_steps", "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device",
+            "mfu", "memory_bytes", "peak_memory_bytes", "eta_seconds")
 
 
 _RANDOM_KEYS = (

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.analysis.inspect_documents import is_degenerate
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.samples.own import OwnSamples
+from pretrain.data.source_facts import is_degenerate
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import printable
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from pretrain.cli import new_prefix
-from pretrain.commands.data import data_main
+from pretrain.commands.data import main as data_main
 from pretrain.data.data_spec import absolute_words, parse_data_spec
 from pretrain.data.loader import Loader
 from pretrain.data.open_datasets import open_datasets

@@ -15,7 +15,7 @@ from pretrain.monitor.read_run_folder import newest_path, read_metrics
 from tests.extensions.report.runs import DRAWN, open_report, watching
 from tests.support.browser import Browser, Page
 from tests.support.run_folders import (
-    OLD_KEYS,
+    FEW_KEYS,
     START,
     append_rows,
     event,
@@ -188,7 +188,7 @@ def test_labels_of_axes_are_complete_and_different(browser: Browser, tmp_path: P
 
 
 def test_several_runs_are_overlaid_and_their_differences_listed(browser: Browser, run: Path, tmp_path: Path) -> None:
-    old = [{key: row[key] for key in OLD_KEYS} for row in rows_of(list(range(1, 31)), seed=1) if "loss" in row]
+    old = [{key: row[key] for key in FEW_KEYS} for row in rows_of(list(range(1, 31)), seed=1) if "loss" in row]
     other = write_run(tmp_path / "old", old, [], [record(lr=6e-4)])
     empty = write_run(tmp_path / "empty", [], [], [])
     page = open_report(browser, tmp_path, run, other, empty)

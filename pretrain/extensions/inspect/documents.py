@@ -3,7 +3,6 @@
 import hashlib
 import html
 import random
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.analysis.svg import svg_element
+from pretrain.data.source_facts import is_degenerate
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import ConfigError
 
@@ -28,7 +28,6 @@ _SHOWN = 5  # documents that are named of each kind
 _CHUNK_TOKENS = 2**22  # read at once
 _LARGEST_VOCAB = 2**24  # larger tokens, as in int64 files with damage, would need a huge table of counts
 _FEWEST_TOKENS = 64  # shorter documents are not called degenerate
-_REPETITIVE = 0.1  # size of the tokens after compression / before; source code and prose have 0.4 to 0.8
 _SHOWN_TOKENS = 600  # of a sampled document
 _SAMPLED = 12  # documents, besides the examples of each kind
 _FREQUENT = 40  # tokens in the table
@@ -142,11 +141,6 @@ def _compare(report: DocumentReport, content: bytes, document: int, seen: set[by
     seen.add(digest)
     if len(content) >= _FEWEST_TOKENS * report.token_bytes and is_degenerate(content):
         report.add("degenerate", document)
-
-
-def is_degenerate(content: bytes) -> bool:
-    """Return whether the bytes of a document's tokens are hardly anything but repetitions."""
-    return len(zlib.compress(content, 1)) < _REPETITIVE * len(content)
 
 
 def report_lines(report: DocumentReport) -> list[str]:

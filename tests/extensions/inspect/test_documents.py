@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.analysis.inspect_documents import DocumentReport, inspect_documents, report_lines, write_page
 from pretrain.data.prepare.prepare import prepare
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter, write_index
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
+from pretrain.extensions.inspect.documents import DocumentReport, inspect_documents, report_lines, write_page
 from tests.wrong_inputs.case import main_of
 
 EOD = 0

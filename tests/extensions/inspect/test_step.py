@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.analysis.inspect_step import StepTensors, check_labels, read_step, step_lines
-from pretrain.analysis.recorded_data import find_step, open_data_of_step
+from pretrain.analysis.recorded_data import open_data_of_step
 from pretrain.errors import ConfigError
+from pretrain.extensions.inspect.position import find_step
+from pretrain.extensions.inspect.step import StepTensors, check_labels, read_step, step_lines
 from tests.support.cases import config, flags
 from tests.support.launch import PROGRAM, WORKERS, run_ranks
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pretrain.analysis.recorded_data import StepPosition
 from pretrain.data.loader import Loader, MicroBatch, tokens_of, wrong_labels
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.read_order import ranges_text, recorded_read_order
 from pretrain.data.token_schedules import parse_seq_lengths, recorded_batch_sizes
 from pretrain.errors import counted
+from pretrain.extensions.inspect.position import StepPosition
 
 _END = "\u2016"  # marks the end of a document in a text
 

@@ -1,0 +1,1 @@
+"""A look at data: documents, and the tensors of a step of a run."""
