@@ -22,8 +22,6 @@ COMMANDS = {
                          f"{_HERE}.translate.main"),
     "quickstart": Command(_RUN, "train a small model on a fresh machine, from corpus to sample",
                           f"{_HERE}.quickstart"),
-    "reproduce": Command(_RUN, "train a recipe, and compare its result with the published one",
-                         f"{_HERE}.reproduce.main"),
     "check": Command(_BEFORE, "validate a run without training", f"{_HERE}.check"),
     "compare": Command(_BEFORE, "compare layouts: memory, step time, cost", "pretrain.memory.compare.compare_zero"),
     "corpus": Command(_DATA, "write a small corpus, the source code of Python's library", f"{_HERE}.prepare",

@@ -94,7 +94,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tokenizer": ["{world}/text.txt", "--out", "{world}/out"],
     "supervise": ["--save", "{world}/run", "--", "true"],
     "quickstart": ["{world}/out"],
-    "reproduce": ["layouts", "--out", "{world}/out"],
     "new": ["{world}/new.yaml", "--data", "{world}/text.txt", "--tokenizer", "bytes", "--model", "tiny", "--gpu", "cpu",
             "--world_size", "2", "--seq_length", "64", "--overwrite"],
     "translate": ["{world}/other.yml", "--output", "{world}/out"],

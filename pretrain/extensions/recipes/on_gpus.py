@@ -7,20 +7,18 @@ from typing import Any
 
 from pretrain.checkpoint.format.hashed_files import sha256_of
 from pretrain.commands.check import device_of
-from pretrain.commands.reproduce.recipe import FULL, Dataset, OnGpus, Recipe, find_recipe, read_recipe
-from pretrain.commands.reproduce.verdict import Between
 from pretrain.commands.small_runs import RUN_YAML, Run
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import nvidia_smi
 from pretrain.errors import ConfigError, counted, format_number
-from pretrain.memory.compare.candidates import Candidate
-from pretrain.memory.compare.compare import ComparisonRow, Workload, estimate_candidate, tokens_text
+from pretrain.extensions.recipes.recipe import FULL, Dataset, OnGpus, Recipe, find_recipe, read_recipe
+from pretrain.extensions.recipes.verdict import Between
+from pretrain.memory.compare.compare import predict, tokens_text
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.footprint import DEFAULT_MARGIN, GIB, with_unit
-from pretrain.memory.hardware import find_gpu, make_cluster
-from pretrain.memory.step_time.kernel_time import with_predicted_times
+from pretrain.memory.hardware import find_gpu
 
 _TITLES = ("recipe", "parameters", "tokens", "GPUs", "memory of each", "step", "MFU", "days", "GPU-hours",
            "expected loss", "published time")
@@ -32,13 +30,6 @@ def plan_of(folder: Path, run: Run, gpu: str | None) -> Plan:
     files: dict[str, Any] = {name: str(folder / value) for name in ("model", "deepspeed_config")
                              if (value := getattr(args, name)) and (folder / value).is_file()}
     return check_settings(replace(args, **files), world_size=run.ranks, device=device_of("cuda" if gpu else "cpu", gpu))
-
-
-def predict(plan: Plan, gpu: str) -> ComparisonRow:
-    """Estimate memory and step time, as `ds-pretrain compare` does. Raises ConfigError."""
-    cluster = make_cluster(gpu=gpu, world_size=plan.layout.world_size, nodes=None, gpus_per_node=None)
-    return estimate_candidate(Candidate(plan.ds_config, with_predicted_times(plan.layout, plan.model, cluster)),
-                              Workload(cluster, plan.model.num_parameters(), plan.model))
 
 
 def prediction_table(names: Sequence[str]) -> list[str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Union
 
 from pretrain.analysis.svg import save_svg
-from pretrain.commands.reproduce.curves import Result
-from pretrain.commands.reproduce.sweeps import CriticalBatch, Optimum
-from pretrain.commands.reproduce.tables import Activations, Table
 from pretrain.commands.small_runs import Curve
+from pretrain.extensions.recipes.curves import Result
+from pretrain.extensions.recipes.sweeps import CriticalBatch, Optimum
+from pretrain.extensions.recipes.tables import Activations, Table
 
 
 @dataclass(frozen=True)

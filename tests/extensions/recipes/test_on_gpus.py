@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from pretrain.commands import check
-from pretrain.commands.reproduce import main
-from pretrain.commands.reproduce.on_gpus import plan_of, predict
-from pretrain.commands.reproduce.recipe import find_recipe, read_dataset, read_recipe, recipe_names
 from pretrain.errors import ConfigError
-from tests.commands.test_reproduce import TEXT, own_recipe, reproduce
+from pretrain.extensions.recipes import main
+from pretrain.extensions.recipes.on_gpus import plan_of, predict
+from pretrain.extensions.recipes.recipe import find_recipe, read_dataset, read_recipe, recipe_names
+from tests.extensions.recipes.test_reproduce import TEXT, own_recipe, reproduce
 from tests.support.launch import ROOT
 from tests.support.sparse_data import write_sparse_data
 
@@ -58,7 +58,7 @@ def test_a_recipe_for_gpus_passes_check_and_fits_and_has_the_published_sizes(
 
 
 def test_the_page_has_the_predicted_table() -> None:
-    page = (find_recipe("gpt2-fineweb").parent / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "pretrain/extensions/recipes/README.md").read_text(encoding="utf-8")
     done = reproduce(ROOT, "--predict")
     assert len(done.stdout.splitlines()) == 2 + len(GPU_RECIPES)
     assert done.stdout in page

@@ -26,16 +26,19 @@ from typing import Any
 from pretrain import __version__
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, path_text, say, text, whole_number
-from pretrain.commands.reproduce.curves import Result
-from pretrain.commands.reproduce.describe import description
-from pretrain.commands.reproduce.on_gpus import (
+from pretrain.commands.small_runs import Curve, last_step, read_curve, run_subcommand, train_runs
+from pretrain.distributed.device import cpu_name, nvidia_smi
+from pretrain.errors import ConfigError
+from pretrain.extensions.recipes.curves import Result
+from pretrain.extensions.recipes.describe import description
+from pretrain.extensions.recipes.on_gpus import (
     check_data,
     check_hashes,
     check_machine,
     plan_of,
     prediction_table,
 )
-from pretrain.commands.reproduce.recipe import (
+from pretrain.extensions.recipes.recipe import (
     FULL,
     SMALL,
     Corpus,
@@ -47,11 +50,8 @@ from pretrain.commands.reproduce.recipe import (
     read_recipe,
     recipe_names,
 )
-from pretrain.commands.reproduce.tables import Activations, Table
-from pretrain.commands.reproduce.verdict import save_plot
-from pretrain.commands.small_runs import Curve, last_step, read_curve, run_subcommand, train_runs
-from pretrain.distributed.device import cpu_name, nvidia_smi
-from pretrain.errors import ConfigError
+from pretrain.extensions.recipes.tables import Activations, Table
+from pretrain.extensions.recipes.verdict import save_plot
 from pretrain.stored_json import read_object
 
 _VERSIONS = ("torch", "deepspeed", "transformers", "numpy")

@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 
 import yaml
 
-from pretrain.commands.reproduce.curves import sweep_of
-from pretrain.commands.reproduce.verdict import Expectation
 from pretrain.commands.small_runs import Run
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.errors import ConfigError, shorten
-from pretrain.shipped import shipped_folder
+from pretrain.extensions.recipes.curves import sweep_of
+from pretrain.extensions.recipes.verdict import Expectation
 from pretrain.stored_json import build, read_text, reason_of
 
 FILE = "recipe.yaml"
+_PUBLISHED = Path(__file__).parent / "published"
 FULL, SMALL = "full", "small"  # values of --scale
 _T = TypeVar("_T")
 
@@ -116,13 +116,13 @@ class Recipe:
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes of this package."""
-    return sorted(path.parent.name for path in shipped_folder("launch").glob(f"recipes/*/{FILE}"))
+    return sorted(path.parent.name for path in _PUBLISHED.glob(f"*/{FILE}"))
 
 
 def find_recipe(name: str) -> Path:
     """Return the folder of a recipe of this package, or a folder with a recipe.yaml. Raises ConfigError."""
     if name in recipe_names():
-        return shipped_folder("launch") / "recipes" / name
+        return _PUBLISHED / name
     if not (Path(name) / FILE).is_file():
         raise ConfigError("reproduce", problem=f"there is no recipe {shorten(name)!r}, and no folder with a {FILE}",
                           remedy=f"the recipes are {', '.join(recipe_names())}", word=name, known=recipe_names())

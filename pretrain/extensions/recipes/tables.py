@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pretrain.commands.reproduce.curves import Curve, Result
 from pretrain.config.layout import Layout
 from pretrain.errors import format_number
+from pretrain.extensions.recipes.curves import Curve, Result
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.footprint import GB
 from pretrain.model.config import model_config_from

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.commands.reproduce.curves import Result, runs_of
 from pretrain.commands.small_runs import Curve
 from pretrain.errors import format_number
+from pretrain.extensions.recipes.curves import Result, runs_of
 
 _FITTED_PER_OCTAVE = 64  # candidates of the critical batch size between B and 2 B
 

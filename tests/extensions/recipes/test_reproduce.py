@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pretrain.commands.reproduce.describe import description
-from pretrain.commands.reproduce.recipe import Grid, find_recipe, read_recipe, recipe_names
-from pretrain.commands.reproduce.sweeps import CriticalBatch, Optimum, fit_critical_batch
-from pretrain.commands.reproduce.verdict import Between, Lower, OneCurve, save_plot
 from pretrain.commands.small_runs import Curve
 from pretrain.errors import ConfigError
+from pretrain.extensions.recipes.describe import description
+from pretrain.extensions.recipes.recipe import Grid, find_recipe, read_recipe, recipe_names
+from pretrain.extensions.recipes.sweeps import CriticalBatch, Optimum, fit_critical_batch
+from pretrain.extensions.recipes.verdict import Between, Lower, OneCurve, save_plot
 from pretrain.stored_json import read_object
 from tests.support.launch import ROOT
 

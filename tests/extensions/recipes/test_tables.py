@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain.commands.reproduce import main
-from pretrain.commands.reproduce.recipe import find_recipe, read_recipe
-from pretrain.commands.reproduce.tables import QUANTITIES, Activations, Formula, Table
 from pretrain.errors import ConfigError
-from tests.commands.test_reproduce import reproduce
+from pretrain.extensions.recipes import main
+from pretrain.extensions.recipes.recipe import find_recipe, read_recipe
+from pretrain.extensions.recipes.tables import QUANTITIES, Activations, Formula, Table
+from tests.extensions.recipes.test_reproduce import reproduce
+from tests.support.launch import ROOT
 
 NAME = "published-tables"
 
@@ -114,3 +115,9 @@ def test_flags_without_an_effect_are_rejected(words: list[str], message: str, mo
 def test_runs_need_a_corpus(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="runs and corpus belong together"):
         read_recipe(own_tables(tmp_path, [], runs=[{"name": "a"}]))
+
+
+def test_the_page_of_claims_has_the_count_of_published_numbers() -> None:
+    recipe, _ = read_recipe(find_recipe("published-tables"))
+    count = sum(len(each.lines()) - 2 for each in recipe.expect if isinstance(each, Table | Activations))
+    assert f"{count} numbers: [a recipe]" in (ROOT / "ds_configs/claims.md").read_text(encoding="utf-8")
