@@ -18,8 +18,6 @@ COMMANDS = {
     "supervise": Command(_RUN, "start a run again after crashes and lost hosts", f"{_HERE}.supervise"),
     "new": Command(_RUN, "write settings for your own data, and list the next commands",
                    f"{_HERE}.new.main"),
-    "translate": Command(_RUN, "translate settings of GPT-NeoX, Megatron, Trainer or torchtitan",
-                         f"{_HERE}.translate.main"),
     "quickstart": Command(_RUN, "train a small model on a fresh machine, from corpus to sample",
                           f"{_HERE}.quickstart"),
     "reproduce": Command(_RUN, "train a recipe, and compare its result with the published one",

@@ -20,7 +20,8 @@ NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/ext
 USED: dict[str, dict[str, Any]] = {
     "cpu_kernels": {}, "hints": {}, "inspect": {}, "ladder": {"expected_curve": "ladder.json"},
     "notify": {"notify_command": "true"}, "profile": {"profile_steps": 1}, "replay": {"recompute_interval": 1},
-    "report": {}, "sanity": {"sanity_check": "true"}, "slow_ranks": {}, "tasks": {"show_predictions": 1}, "wrapped": {}}
+    "report": {}, "sanity": {"sanity_check": "true"}, "slow_ranks": {}, "tasks": {"show_predictions": 1},
+    "translate": {}, "wrapped": {}}
 
 
 def tree_without(name: str, folder: Path) -> Path:
