@@ -63,10 +63,10 @@ run_main(f)"""
 
 
 def test_help_in_a_pipe_of_a_program_that_ends_at_once() -> None:
-    command = [sys.executable, PROGRAM, "check-cluster", "--help"]
+    command = [sys.executable, PROGRAM, "evaluate", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--min_gbit MIN_GBIT" in done.stdout
+    assert "--max_samples" in done.stdout
 
 
 def make_parser() -> Parser:

@@ -18,7 +18,7 @@ _PORT, _COUNT = whole_number(1, 65535), whole_number(1, 100_000)
 _SECONDS = number(0, LONGEST_SECONDS)
 # Choice of --launcher -> the program that must be installed (DeepSpeed checks for the same one)
 LAUNCHER_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}
-RANK_COMMANDS = {"evaluate", "check-cluster"}  # subcommands that run on one or several ranks
+RANK_COMMANDS = {"evaluate"}  # subcommands that run on one or several ranks
 for_each_extension(lambda extension: RANK_COMMANDS.update(
     name for name, command in extension.commands.items() if command.runs_on_ranks))
 DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default; without --hostfile this file is used if it exists

@@ -3,6 +3,7 @@
 import socket
 
 from pretrain.errors import CRASHED, ConfigError
+from pretrain.extension import advice_on
 
 _NUMBERS = 1000
 
@@ -28,5 +29,5 @@ def require_computing(index: int) -> None:
         if found == expected:
             return
         problem = f"the device computes {'wrongly' if found else 'nothing'}: the sum of 0 to {_NUMBERS - 1} is {found}"
-    raise DeviceError(f"GPU {index} of {socket.gethostname()}", problem=problem, remedy="ds-pretrain check-cluster "
-                      "tests the GPUs of all hosts; leave this one out (CUDA_VISIBLE_DEVICES), or its host")
+    raise DeviceError(f"GPU {index} of {socket.gethostname()}", problem=problem, remedy="; ".join([
+        "leave it out (CUDA_VISIBLE_DEVICES), or its host", *advice_on("device")]))

@@ -8,9 +8,9 @@ from pretrain.distributed.device import VISIBLE
 from pretrain.distributed.process import is_out_of_memory
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
+from pretrain.extension import advice_on
 
 _OWN_CONTEXT_BYTES = 2**30  # what this process and the driver hold may be half of it
-_DOCTOR = "`ds-pretrain doctor` examines the driver and the GPUs"
 
 
 def open_gpu(world: World) -> None:
@@ -81,12 +81,12 @@ def _why_no_gpu(error: str) -> ConfigError:
     if visible := os.environ.get(VISIBLE):
         return ConfigError(VISIBLE, problem=f"CUDA finds no device of {visible!r}",
                            remedy="`nvidia-smi -L` lists numbers and UUIDs")
-    return ConfigError("CUDA", problem=error.strip().splitlines()[0], remedy=_DOCTOR)
+    return ConfigError("CUDA", problem=error.strip().splitlines()[0], remedy="; ".join(advice_on("cuda")))
 
 
 def _why_unusable(number: int, error: RuntimeError) -> ConfigError:
     """Return why a device that CUDA lists cannot be used."""
-    problem, remedy = str(error).strip().splitlines()[0], _DOCTOR
+    problem, remedy = str(error).strip().splitlines()[0], "; ".join(advice_on("cuda"))
     if "busy or unavailable" in problem:
         problem = "it is busy: another process has it in exclusive mode, or its compute mode allows none"
         remedy = "end that process (`nvidia-smi` lists it), or sudo nvidia-smi --compute-mode=DEFAULT"

@@ -20,7 +20,6 @@ from pretrain import __version__
 from pretrain.checkpoint.format.run_checkpoints import newest_good
 from pretrain.cluster.hosts.multihost_job import LOST
 from pretrain.errors import HANG
-from tests.cluster.test_health import SMALL
 from tests.cluster.workers.mpi import mpi
 from tests.cluster.workers.ssh_hosts import Host, Hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port
@@ -127,7 +126,7 @@ def test_openmpi_and_mpich_give_equal_losses(hosts: Hosts, mpi: None, corpus: st
     assert found["openmpi"] == found["mpich"]
 
 
-def _rejection(hosts: Hosts, command: list[str], folder: Path) -> str:
+def rejection(hosts: Hosts, command: list[str], folder: Path) -> str:
     done = subprocess.run(command, env=hosts.environ, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
@@ -141,7 +140,7 @@ def test_unreachable_or_different_hosts_are_rejected(hosts: Hosts, corpus: str, 
     unreachable = hosts.b.address.replace(".2", ".77")
     hostfile = hosts.hostfile(tmp_path / "hosts3")
     hostfile.write_text(hostfile.read_text() + f"{unreachable} slots=1\n")
-    line = _rejection(hosts, [*_command(hosts, tmp_path), "--hostfile", str(hostfile), *flags], tmp_path)
+    line = rejection(hosts, [*_command(hosts, tmp_path), "--hostfile", str(hostfile), *flags], tmp_path)
     assert f"hosts: {unreachable}: ssh failed" in line
     assert hosts.a.address not in line
 
@@ -152,37 +151,16 @@ def test_unreachable_or_different_hosts_are_rejected(hosts: Hosts, corpus: str, 
     empty.mkdir()
     (tmp_path / "runs").mkdir()
     with hosts.b.bind(other, metadata):
-        line = _rejection(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
+        line = rejection(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
         assert f"{hosts.b.address}: transformers 4.0.0, but 5." in line
     with hosts.b.bind(empty, Path(corpus).parent), hosts.b.bind(empty, tmp_path / "runs"):
-        line = _rejection(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
+        line = rejection(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
     assert f"{hosts.b.address}: no {corpus}.bin; {hosts.b.address}: no {corpus}.idx" in line
     assert f"{hosts.b.address}: --save does not exist on this host" in line
     assert hosts.a.address not in line
-    line = _rejection(hosts, [*_command(hosts, tmp_path), *flags, "--seq_length", "0"], tmp_path)
+    line = rejection(hosts, [*_command(hosts, tmp_path), *flags, "--seq_length", "0"], tmp_path)
     assert line == "ds-pretrain: error: --seq_length: found 0; expected at least 1."  # before any rank starts
     assert not (tmp_path / "runs" / "one").exists()
-
-
-def test_subcommands_run_on_the_hosts_of_a_hostfile(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
-    """Without a run there is no run folder to compare; files that the words name are compared."""
-    command = [sys.executable, "-m", "pretrain", "--hostfile", str(hosts.hostfile(tmp_path / "hosts")), "--master_port",
-               str(free_port()), "check-cluster"]
-    done = subprocess.run([*command, *SMALL, "--min_ratio", "0.001", "--json"], env=hosts.environ, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [re.sub(r"^\S+: ", "", line) for line in done.stdout.splitlines()]  # pdsh begins each line with the host
-    report = json.loads("\n".join(lines[lines.index("{"):lines.index("}") + 1]))
-    assert (report["ranks"], len(report["hosts"])) == (2, 2)
-    assert not [path for path in tmp_path.iterdir() if path.name != "hosts"]
-    (tmp_path / "run.yaml").write_text(f"train_data: {corpus}\n")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with hosts.b.bind(empty, Path(corpus).parent):
-        line = _rejection(hosts, [*command, "--config=run.yaml"], tmp_path)
-    assert f"{hosts.b.address}: no {corpus}.bin; {hosts.b.address}: no {corpus}.idx" in line
-    line = _rejection(hosts, [*command[:-1], "--check_only", "evaluate"], tmp_path)
-    assert "--check_only: it is for runs, not for evaluate" in line
 
 
 def test_an_installed_package_of_another_version_is_rejected(hosts: Hosts, tmp_path: Path) -> None:
@@ -192,18 +170,19 @@ def test_an_installed_package_of_another_version_is_rejected(hosts: Hosts, tmp_p
     shutil.copytree(site, other)
     empty.mkdir()
     installed = replace(hosts, environ={**hosts.environ, "PYTHONPATH": str(site)})
-    command = [sys.executable, "-m", "pretrain", "--hostfile", str(hosts.hostfile(tmp_path / "hosts")), "check-cluster"]
+    command = [sys.executable, "-m", "pretrain", "--hostfile", str(hosts.hostfile(tmp_path / "hosts")), "evaluate",
+               "model"]
     remedy = f"(run `{sys.executable} -m pip install --force-reinstall --no-deps ds-pretrain=={__version__}` there)"
     (other / "pretrain" / "trainer.py").write_text("")
     with hosts.b.bind(other, site):
-        line = _rejection(installed, command, tmp_path)
+        line = rejection(installed, command, tmp_path)
     assert f"same version {__version__}, with changed files {remedy}" in line
     (other / "pretrain" / "__init__.py").write_text('__version__ = "9.9"\n')
     with hosts.b.bind(other, site):
-        line = _rejection(installed, command, tmp_path)
+        line = rejection(installed, command, tmp_path)
     assert f"{hosts.b.address}: ds-pretrain 9.9, but {__version__} on this host {remedy}" in line
     with hosts.b.bind(empty, site):
-        line = _rejection(installed, command, tmp_path)
+        line = rejection(installed, command, tmp_path)
     assert f"{hosts.b.address}: no ds-pretrain at {site} {remedy}" in line
 
 

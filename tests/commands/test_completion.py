@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.commands import COMMANDS
 from pretrain.config.schedule import KINDS
 from pretrain.memory.hardware import GPUS
 from pretrain.shipped import TEMPLATES, layout_names
@@ -18,7 +19,7 @@ from tests.cluster.workers.packages import need_packages
 ZERO3 = [name for name in layout_names() if name.startswith("zero3")]
 # words of a command line, of which the last one is completed -> what is offered
 OFFERED = {
-    "ch": ["check", "check-cluster", "checkpoint"],
+    "che": sorted(name for name in COMMANDS if name.startswith("che")),
     "check --deepspeed_config zero3": ZERO3,
     "check --world_size 2 --deepspeed_config zero3": ZERO3,
     "--num_gpus 8 --deepspeed_config zero3": ZERO3,
@@ -73,7 +74,7 @@ def test_zsh(folder: Path) -> None:
     try:
         os.write(terminal, b"fpath=($PWD $fpath); autoload -Uz compinit; compinit -u -D; echo $((6 * 7))_ready\n")
         read_until("42_ready")
-        for words in ("check --deepspeed_config zero3", "ch", "compare --model gpt2-", "checkpoint prune --keep_"):
+        for words in ("check --deepspeed_config zero3", "che", "compare --model gpt2-", "checkpoint prune --keep_"):
             os.write(terminal, f"ds-pretrain {words}\t\t".encode())  # the second TAB lists the candidates
             read_until(*OFFERED[words])
             os.write(terminal, b"\x15")  # erases the line

@@ -126,10 +126,10 @@ def test_torch_for_rocm_is_rejected_and_not_replaced_by_the_cpu(chosen, monkeypa
 
 @pytest.mark.parametrize(("failing", "text", "visible", "line"), [
     ("init", "driver is too old (found version 12080). Please", "0", "NVIDIA driver: it supports CUDA up to 12.8, and"),
-    ("init", "No CUDA GPUs are available", "", "CUDA: No CUDA GPUs are available. `ds-pretrain doctor` examines"),
+    ("init", "No CUDA GPUs are available", "", "CUDA: No CUDA GPUs are available."),
     ("init", "No CUDA GPUs are available", "MIG-x", "CUDA_VISIBLE_DEVICES: CUDA finds no device of 'MIG-x'"),
     ("set_device", "CUDA error: out of memory", "MIG-x", "GPU MIG-x: its memory is full before the run begins"),
-    ("set_device", "CUDA error: an illegal address\nmore", "", "GPU 0: CUDA error: an illegal address. `ds-pretrain"),
+    ("set_device", "CUDA error: an illegal address\nmore", "", "GPU 0: CUDA error: an illegal address."),
 ])
 def test_a_gpu_that_torch_cannot_open_is_one_line(failing, text, visible, line, monkeypatch):
     """The errors of torch itself are in tests/dry_gpu/test_machines.py."""

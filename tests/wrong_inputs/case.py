@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +57,7 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "ALiBi takes no memory": ("bloom seq_length: 1000000000", "mpt max_seq_len: 1000000000"),
     "all layers have a window": ("qwen2 max_window_layers: 0",),
     "Gemma 3 nests these keys": ('gemma3_text rope_parameters: {"full_attention": {"rope_type": "default"}}',),
-    "the default": ("gemma hidden_activation: null", "doctor --include=", "doctor --exclude=", "doctor --master_addr="),
+    "the default": ("gemma hidden_activation: null",),
 }
 NOTHING = object()  # a setting with this value is removed
 TRAIN = "pretrain/train.py"
@@ -67,8 +66,6 @@ RUN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{w
 TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     TRAIN: [word for name, value in RUN.items() for word in (f"--{name}", value)],
     "check": [word for name, value in RUN.items() for word in (f"--{name}", value)],
-    "check-cluster": [],
-    "doctor": [],
     "extensions": [],
     "compare": ["--model", "gpt2", "--world_size", "8"],
     "checkpoint list": ["{world}/done"],
@@ -107,18 +104,22 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
 }
 
 
+MAINS: dict[str, Callable[[], Callable[[], Any]]] = {}  # of programs whose own function ends the process
+
+
 def of_extensions() -> list[ModuleType]:
     """Return the modules wrong_inputs.py of the extensions' tests.
 
-    They may have TOOLS, LEGAL, WRONG, OUTPUT_FILES, LINES and write_files.
+    They may have TOOLS, LEGAL, MAINS, WRONG, PATHS, OUTPUT_FILES, LINES and write_files.
     """
     return list(modules_of_extensions("wrong_inputs"))
 
 
 for _module in of_extensions():
     # None: the flags of a run are a valid command line
-    TOOLS |= {name: words or TOOLS[TRAIN] for name, words in getattr(_module, "TOOLS", {}).items()}
+    TOOLS |= {name: TOOLS[TRAIN] if words is None else words for name, words in getattr(_module, "TOOLS", {}).items()}
     LEGAL |= getattr(_module, "LEGAL", {})
+    MAINS |= getattr(_module, "MAINS", {})
 
 
 def case_of(name: str, program: str, line: str, culprit: str, files: dict[str, bytes] | None = None) -> Case:
@@ -137,11 +138,7 @@ def main_of(program: str) -> Callable[[], Any]:
 
         return main
     name = program.split(" ")[0]
-    if name == "check-cluster":  # its main ends the process
-        from pretrain.commands.check_cluster import check
-
-        return lambda: check(sys.argv[1:])
-    return COMMANDS[name].load()
+    return MAINS[name]() if name in MAINS else COMMANDS[name].load()
 
 
 def actions_of(program: str, main: Callable[[], Any]) -> list[argparse.Action]:

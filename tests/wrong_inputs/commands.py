@@ -84,10 +84,9 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
      "--hostfile"),
     (("supervise",), "-- deepspeed pretrain/train.py --config PATH", _UNREADABLE, "--config"),
     (("supervise",), "--save PATH -- true", _UNWRITABLE, "--save"),
-    (("check-cluster",), "--save PATH", _UNWRITABLE, "--save"),
-    (("doctor",), "--hostfile PATH", _UNREADABLE, "--hostfile"),
     *((programs, words, {**_NO_FILE, **paths}, culprit) for module in of_extensions()
       for programs, words, paths, culprit in getattr(module, "OUTPUT_FILES", ())),
+    *(row for module in of_extensions() for row in getattr(module, "PATHS", ())),
 ]
 
 _SAFETENSORS, _MANIFEST = "hf/model.safetensors", "done/checkpoints/global_step5/manifest.json"

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ from pretrain.checkpoint.load.agree_on_checkpoint import find_damage_together
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.cluster.health.machine import disk_rates
 from pretrain.config.plan import Plan
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group
@@ -115,7 +115,7 @@ def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     while True:
         figures: dict[str, dict[str, float]] = {}
         for label, saves in savers.items():
-            write, read, _ = disk_rates(saves.folder, next_checkpoint_bytes(plan, saves.checkpoints))
+            write, read = _disk_rates(saves.folder, next_checkpoint_bytes(plan, saves.checkpoints))
             timed = [train_step() for _ in range(requests.request["steps"])]
             figures[label] = saves.save(timed[-1][0], statistics.median(seconds for _, seconds in timed), train_step,
                                         requests.synchronize)
@@ -124,6 +124,24 @@ def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
         for name, seconds in _load(engine, plan, folder).items():
             figures[name] = {"bytes_per_s": num_bytes / seconds, "of_disk": num_bytes / seconds / read}
         requests.end_repetition(figures={**figures, "disk": {"write": write, "read": read}})
+
+
+def _disk_rates(folder: Path, num_bytes: int) -> tuple[float, float]:
+    """Return the bytes per second of writing a temporary file with a sync, and of reading it from the disk."""
+    piece = os.urandom(2**20)  # some disks do not write zeros
+    count = max(num_bytes // len(piece), 1)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        start = time.perf_counter()
+        for _ in range(count):
+            file.write(piece)
+        os.fsync(file.fileno())
+        write = count * len(piece) / (time.perf_counter() - start)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start = time.perf_counter()
+        while file.read(len(piece)):
+            pass
+    return write, count * len(piece) / (time.perf_counter() - start)
 
 
 class _Saves:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pretrain.extension import advice_on
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -11,8 +13,15 @@ class Cause:
     remedy: str
 
 
-_HARDWARE = ("Exclude the host until its memory and its device are tested (`ds-pretrain check-cluster`), and resume "
-             "from a checkpoint of before this step.")
+
+
+def _remedy(text: str, situation: str) -> str:
+    """Return a remedy, with what extensions advise."""
+    return ". ".join([text, *advice_on(situation)]) + "."
+
+
+_HARDWARE = _remedy("Exclude the host until its memory and its device are tested, and resume from a checkpoint of "
+                    "before this step", "device")
 CAUSES = {
     "reproducible": Cause(
         "the step is reproducible: it is the data or the recipe, not the hardware",
@@ -35,8 +44,8 @@ CAUSES = {
     "backward": Cause("the backward pass was computed wrong", _HARDWARE),
     "reduction": Cause(
         "gradients were right before the reduction, and wrong after it",
-        "Test the network and the memory of the hosts (`ds-pretrain check-cluster`), and resume from a checkpoint of "
-        "before this step."),
+        _remedy("Test the network and the memory of the hosts, and resume from a checkpoint of before this step",
+                "network")),
     "update": Cause("the update was computed wrong", _HARDWARE),
     "nondeterministic": Cause(
         "the replays differ from each other on all ranks: kernels are not deterministic",

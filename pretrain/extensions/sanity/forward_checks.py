@@ -18,6 +18,7 @@ from pretrain.data.source_facts import source_facts
 from pretrain.distributed.collectives import gather
 from pretrain.engine.layer_hooks import layers_of
 from pretrain.engine.steps import eval_batch, train_batch
+from pretrain.extension import advice_on
 from pretrain.extensions.sanity.batches import half_labels, only_at, with_labels, with_tokens
 from pretrain.extensions.sanity.checked_engine import CheckedEngine
 from pretrain.extensions.sanity.result import Result, not_made
@@ -39,8 +40,9 @@ def check_initial_loss(checked: CheckedEngine, batches: list[MicroBatch]) -> Res
     low, high = loss_bounds(plan, repeated=_repeated_tokens(batches))
     origin = "of the loaded weights" if plan.origin else "at initialization"
     if loss == 0:
-        return Result("initial loss", False, f"0 nats {origin}", "above 0", "no text is so predictable: the labels are "
-                      "visible in the input, or the device computes nothing (ds-pretrain check-cluster)", 0.0)
+        remedy = "; ".join(["no text is so predictable: the labels are visible in the input, or the device computes "
+                            "nothing", *advice_on("device")])
+        return Result("initial loss", False, f"0 nats {origin}", "above 0", remedy, 0.0)
     return Result("initial loss", low <= loss <= high, f"{loss:.4f} nats {origin}",
                   f"{low:.2f} to {high:.2f}; ln({plan.model.vocab_size}) = {math.log(plan.model.vocab_size):.2f}",
                   "too high: the initial weights or the output layer are scaled wrongly (--init_std, --init_method), "

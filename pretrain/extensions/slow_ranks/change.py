@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.errors import format_number, named, printable
+from pretrain.extension import advice_on
 from pretrain.monitor.read_run_folder import is_number
 
 SLOW_RANK = "slow_rank"  # the events
@@ -18,7 +19,7 @@ REMEDIES = {
     OTHER_LOAD: "end the other programs on the host (`top`, `nvidia-smi`)",
     THROTTLING: "look at temperatures, power limits, and the CPU limit of its container",
     STOPPED: "find out who stops the process (SIGSTOP, a debugger, a frozen virtual machine)",
-    LINK: "look at its network interface, cable and switch (`ds-pretrain check-cluster` measures all links)",
+    LINK: "look at its network interface, cable and switch",
     UNKNOWN: "look at the machine"}
 _LEAVE_OUT = "`--exclude_stragglers` leaves the host out at the next start"
 _MOST = 0.5  # of the additional time, that a cause must explain
@@ -123,5 +124,6 @@ def problem(event: Mapping[str, Any], machine: str, *, is_over: bool) -> tuple[s
     cause = f", probably {printable(kind)}" if isinstance(kind, str) and kind else ""
     where = f", pipeline stage {stage}" if isinstance(stage, int) else ""
     text = f"{machine or 'a rank'} {'was' if is_over else 'is'} slow{times}{where}{cause}"
-    advice = f"{REMEDIES.get(str(kind), REMEDIES[UNKNOWN])}; {_LEAVE_OUT}"
+    tests = advice_on("network") if kind == LINK else []
+    advice = "; ".join([REMEDIES.get(str(kind), REMEDIES[UNKNOWN]), *tests, _LEAVE_OUT])
     return text, advice, printable(str(event.get("evidence") or ""))

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median, median_high, median_low
 
-from pretrain.cluster.health.devices import DeviceHealth, DiskHealth
-from pretrain.cluster.health.network import Collective, ConnectionResult, Link
-from pretrain.cluster.health.report import (
+from pretrain.errors import format_number
+from pretrain.extensions.health.devices import DeviceHealth, DiskHealth
+from pretrain.extensions.health.network import Collective, ConnectionResult, Link
+from pretrain.extensions.health.report import (
     DISK,
     FREE_MEMORY,
     INSIDE,
@@ -19,7 +20,6 @@ from pretrain.cluster.health.report import (
     LinkRow,
     Measure,
 )
-from pretrain.errors import format_number
 
 HostRanks = dict[str, list[int]]  # host -> its ranks
 HostPair = tuple[str, str]

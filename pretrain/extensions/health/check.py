@@ -17,15 +17,28 @@ from deepspeed.accelerator import get_accelerator
 from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.load.start import check_start
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
-from pretrain.cluster.health.devices import DeviceHealth, DiskHealth, device_health, disk_health
-from pretrain.cluster.health.findings import (
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.key_value_store import (
+    RankStore,
+    SilentRanksError,
+    connect_store,
+    first_line,
+    run_with_timeout,
+)
+from pretrain.distributed.process import port_is_free
+from pretrain.distributed.process_group import all_ranks_here, init_process_group, taken_port
+from pretrain.distributed.world import World
+from pretrain.engine.build import deepspeed_output
+from pretrain.errors import ConfigError
+from pretrain.extensions.health.devices import DeviceHealth, DiskHealth, device_health, disk_health
+from pretrain.extensions.health.findings import (
     report_collectives,
     report_connections,
     report_devices,
     report_disks,
     report_links,
 )
-from pretrain.cluster.health.network import (
+from pretrain.extensions.health.network import (
     ClockServer,
     Collective,
     ConnectionResult,
@@ -40,20 +53,7 @@ from pretrain.cluster.health.network import (
     partner_of,
     round_robin,
 )
-from pretrain.cluster.health.report import ClusterCheckSettings, ClusterReport, Finding
-from pretrain.distributed.device import detect_device
-from pretrain.distributed.key_value_store import (
-    RankStore,
-    SilentRanksError,
-    connect_store,
-    first_line,
-    run_with_timeout,
-)
-from pretrain.distributed.process import port_is_free
-from pretrain.distributed.process_group import all_ranks_here, init_process_group, taken_port
-from pretrain.distributed.world import World
-from pretrain.engine.build import deepspeed_output
-from pretrain.errors import ConfigError
+from pretrain.extensions.health.report import ClusterCheckSettings, ClusterReport, Finding
 
 T = TypeVar("T")
 _START_TIMEOUT_FACTOR = 2.0  # ranks may start within this times the time-out: torch loads slowly from a cold disk

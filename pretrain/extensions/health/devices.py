@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.cluster.health.machine import disk_rates
+from pretrain.extensions.health.machine import disk_rates
 from pretrain.paths import free_bytes
 
 _PIECE_BYTES = 2**26  # size of the tensors that fill the memory

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, whole_number
-from pretrain.cluster.health.report import ClusterCheckSettings
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import ALONE, running_environment
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
+from pretrain.extensions.health.report import ClusterCheckSettings
 from pretrain.paths import check_folder
 from pretrain.progress import terminal_console
 
@@ -88,8 +88,8 @@ def check(words: list[str]) -> int:
         settings, as_json = parse(words)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints no error: this tool prints it in one line
         prepare_deepspeed(detect_device())  # imports torch, which reads the variable
-        from pretrain.cluster.health.check import check_cluster  # imports torch and deepspeed
-        from pretrain.cluster.health.report import report_lines, report_table
+        from pretrain.extensions.health.check import check_cluster  # imports torch and deepspeed
+        from pretrain.extensions.health.report import report_lines, report_table
 
         report = check_cluster(settings, world)
     except ConfigError as error:

@@ -1,7 +1,8 @@
 """Facts about a machine, for `ds-pretrain doctor`. Each part is read by a process of its own, with a time limit.
 
 The source of this file is sent to other hosts (cluster/hosts/remote.py), which may have no working package: it imports
-only the standard library, and what a part needs. If a part raises, crashes or hangs, this is its result.
+only the standard library, and what a part needs, and begins with
+WITHOUT_WORKING_FOLDER (child.py) there. If a part raises, crashes or hangs, this is its result.
 """
 
 import ctypes

@@ -1,5 +1,6 @@
 """`ds-pretrain doctor`: the rules of its table, and machines and hosts with faults."""
 
+import inspect
 import json
 import os
 import re
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from pretrain.cluster.health import facts, machine
-from pretrain.cluster.health.doctor import THIS_HOST, Diagnosis, _evaluate, examine, page, report_clock
-from pretrain.cluster.health.facts import FACTS, all_facts
+from pretrain.child import WITHOUT_WORKING_FOLDER
 from pretrain.cluster.hosts.preflight import PreflightRequest
 from pretrain.engine.build_ops import NOT_COMPILED, READY
+from pretrain.extensions.health import facts, machine
+from pretrain.extensions.health.doctor import THIS_HOST, Diagnosis, _evaluate, examine, page, report_clock
+from pretrain.extensions.health.facts import FACTS, all_facts
 from tests.cluster.workers.ssh_hosts import Hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port
 
@@ -258,3 +260,10 @@ def test_two_healthy_hosts_are_measured(hosts: Hosts, tmp_path: Path) -> None:
     assert "no findings" in facts, done.stdout + done.stderr
     assert re.search(r"all-reduce of all 2 ranks: \S+ GB/s bus bandwidth", measured)
     assert done.returncode == (2 if "BAD " in measured else 0)
+
+
+def test_parts_are_read_in_a_hostile_folder(hostile: Path) -> None:
+    request = {"source": WITHOUT_WORKING_FOLDER + inspect.getsource(machine), "root": str(ROOT), "packages": ["json"],
+               "folders": {}, "environ": {}, "limits_s": {"packages": 60.0, "disk": 60.0}}
+    found = machine.collect(request)["parts"]["packages"]
+    assert "error" not in found, found

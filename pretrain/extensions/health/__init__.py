@@ -2,7 +2,4 @@
 
 `ds-pretrain doctor` (doctor.py, with the table facts.py) reads facts about each host, without ranks. In the cluster
 health check (`ds-pretrain check-cluster`, check.py), every rank measures its host, and rank 0 reports outliers.
-
-This folder imports cluster/hosts, checkpoint, config, distributed, engine and errors. It never imports supervise/ or
-the modules that launch a run (ds_pretrain, local_launch, multihost_launch, slurm_job).
 """

@@ -26,25 +26,6 @@ import psutil
 import pytest
 import torch
 
-from pretrain.cluster.health.check import RankLocation, RankResult, ranks_by_host
-from pretrain.cluster.health.devices import DeviceHealth, device_health
-from pretrain.cluster.health.findings import (
-    faulty_hosts,
-    report_connections,
-    report_devices,
-    report_links,
-    slow_indices,
-)
-from pretrain.cluster.health.network import (
-    ClockServer,
-    ConnectionResult,
-    Link,
-    choose_evenly,
-    measure_connection,
-    partner_of,
-    round_robin,
-)
-from pretrain.cluster.health.report import ClusterReport
 from pretrain.cluster.hosts.preflight import PreflightRequest
 from pretrain.cluster.hosts.rendezvous import Rendezvous, join_rendezvous
 from pretrain.distributed.tcp_store import (
@@ -55,6 +36,25 @@ from pretrain.distributed.tcp_store import (
     encode_value,
     wait_for_port,
 )
+from pretrain.extensions.health.check import RankLocation, RankResult, ranks_by_host
+from pretrain.extensions.health.devices import DeviceHealth, device_health
+from pretrain.extensions.health.findings import (
+    faulty_hosts,
+    report_connections,
+    report_devices,
+    report_links,
+    slow_indices,
+)
+from pretrain.extensions.health.network import (
+    ClockServer,
+    ConnectionResult,
+    Link,
+    choose_evenly,
+    measure_connection,
+    partner_of,
+    round_robin,
+)
+from pretrain.extensions.health.report import ClusterReport
 from tests.cluster.workers.packages import PATH, need_packages
 from tests.cluster.workers.ssh_hosts import add_host, add_namespace
 from tests.support.launch import LIMIT_S, PROGRAM, ROOT, free_port, rank_environment, run_ranks
@@ -187,7 +187,7 @@ class Switch:
         hosts = [{"namespace": f"{self.prefix}h{number}", "name": f"h{number}", "setup": setup, "path": PATH,
                   "environ": {**host, "LOCAL_RANK": str(local)}}
                  for number, setup in enumerate(setups) for local in range(per_host)]
-        command = [str(Path(__file__).parent / "workers" / "as_host.py"), PROGRAM, "check-cluster",
+        command = [str(ROOT / "tests/cluster/workers/as_host.py"), PROGRAM, "check-cluster",
                    "--save", str(folder), *flags]
         ranks = 1 if environ else len(hosts)
         logs = folder.parent / f"{folder.name}-logs"

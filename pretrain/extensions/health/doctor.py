@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.child import WITHOUT_WORKING_FOLDER
-from pretrain.cluster.health import machine
-from pretrain.cluster.health.facts import PARTS, Fact, Parts, all_facts
 from pretrain.cluster.hosts.preflight import (
     ROOT,
     HostFacts,
@@ -23,6 +21,8 @@ from pretrain.cluster.hosts.rank_environment import user_variables
 from pretrain.cluster.hosts.remote import HostError, Transport, call_on_all, call_probe
 from pretrain.distributed.requirements import requirements
 from pretrain.errors import begin_sentence, counted, printable
+from pretrain.extensions.health import machine
+from pretrain.extensions.health.facts import PARTS, Fact, Parts, all_facts
 
 THIS_HOST = "this host"
 _LARGEST_SKEW_S = 1.0

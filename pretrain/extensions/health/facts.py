@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.cluster.health.conditions import (
+from pretrain.engine.build_ops import READY
+from pretrain.extensions.health.conditions import (
     Parts,
     bad_gpus,
     driver_too_old,
@@ -29,7 +30,6 @@ from pretrain.cluster.health.conditions import (
     unknown_architecture,
     when,
 )
-from pretrain.engine.build_ops import READY
 
 # part of machine.py -> (time limit in seconds, remedy if the part cannot be read)
 PARTS = {

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 from pretrain.cli import Parser, whole_number
-from pretrain.cluster.health.doctor import Diagnosis, examine, page
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.preflight import words_request
 from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, add_host_flags, split_command_line
@@ -25,6 +24,7 @@ from pretrain.config.auto_values import NVME_PATH_VARIABLE
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.process import PROGRAM
 from pretrain.errors import REJECTED, ConfigError
+from pretrain.extensions.health.doctor import Diagnosis, examine, page
 
 _OF_HOSTS = ("include", "exclude", "num_nodes", "num_gpus", "master_addr", "ssh_port", "launcher")
 
