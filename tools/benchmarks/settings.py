@@ -40,7 +40,7 @@ PRESETS = {
     "cpu-llama-2048": Preset("llama2-7b", _LLAMA, 2048, 2, steps=1, warmup_steps=1, product_size=4096),
     "cpu-small": Preset("gpt2", f"n_layer=2,n_embd=64,n_head=2,vocab_size=512,n_positions={{positions}},{_NO_DROPOUT}",
                         64, 4, steps=2, warmup_steps=2, product_size=512),
-    # the shapes of launch/recipes/shakespeare-char, whose steps are short
+    # the shapes of nanoGPT's shakespeare-char, whose steps are short
     "cpu-shakespeare": Preset("gpt2", "n_layer=4,n_embd=128,n_head=4,vocab_size=258,n_positions={positions},"
                               f"{_NO_DROPOUT}", 64, 12, steps=20, warmup_steps=5, product_size=1024),
     "cpu-small-llama": Preset("llama2-7b", _SMALL_LLAMA, 64, 4, steps=2, warmup_steps=2, product_size=512),

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.commands.reproduce.on_gpus import predict
 from pretrain.errors import ConfigError
 from pretrain.extensions.ladder.expected_curve import counted_parameters
 from pretrain.extensions.ladder.fit import compute_optimal
@@ -14,6 +13,7 @@ from pretrain.extensions.ladder.plan import Plan
 from pretrain.extensions.ladder.reach import Reach
 from pretrain.extensions.ladder.sizes import scaled_config
 from pretrain.extensions.ladder.target import TargetRun
+from pretrain.memory.compare.compare import predict
 from pretrain.memory.step_time.calibrate import calibrate, predict_run
 from pretrain.memory.step_time.measured_run import read_measured_run
 from pretrain.model.description import ModelConfig

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
+from pretrain.config.plan import Plan
 from pretrain.errors import counted
 from pretrain.memory.compare.candidates import Candidate, group_micro_batches
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.footprint import GB, with_unit
-from pretrain.memory.hardware import Cluster
+from pretrain.memory.hardware import Cluster, make_cluster
 from pretrain.memory.step_time.block_traffic import Transfer
 from pretrain.memory.step_time.calibrate import Calibration
+from pretrain.memory.step_time.kernel_time import with_predicted_times
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, model_error
 from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
@@ -76,6 +78,13 @@ def estimate_candidate(candidate: Candidate, workload: Workload,
     deepspeed = deepspeed_estimate(layout, num_parameters=workload.num_parameters, model=model, nodes=cluster.nodes,
                                    gpus_per_node=cluster.gpus_per_node)
     return ComparisonRow(candidate, memory, traffic, time, memory_shortage(memory, cluster), deepspeed)
+
+
+def predict(plan: Plan, gpu: str) -> ComparisonRow:
+    """Estimate memory and step time of a plan on GPUs of a kind. Raises ConfigError."""
+    cluster = make_cluster(gpu=gpu, world_size=plan.layout.world_size, nodes=None, gpus_per_node=None)
+    return estimate_candidate(Candidate(plan.ds_config, with_predicted_times(plan.layout, plan.model, cluster)),
+                              Workload(cluster, plan.model.num_parameters(), plan.model))
 
 
 def compare(candidates: Sequence[Candidate], workload: Workload, *,

@@ -1,0 +1,1 @@
+"""`ds-pretrain reproduce`: train a recipe of published/, and compare the result with the published one."""
