@@ -114,7 +114,8 @@ class Models:
     read: str
 
 
-_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "around", "secrets")  # functions of an Extension
+# functions of an Extension
+_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "record", "operators", "around", "secrets")
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,6 @@ def multiplies_bf16() -> bool:
     return any(name in flags for name in ("amx_bf16", "avx512_bf16", " bf16 "))  # the last one: Arm
 
 
-def multiplies_bf16_on_x86() -> bool:
-    """Return whether this CPU has AVX512_BF16, with which attention in bf16 is computed in C."""
-    return "avx512_bf16" in cpuinfo()
-
-
 def instruction_limits() -> list[str]:
     """Return the values of the variables that keep oneDNN and torch from using all instructions of this CPU."""
     onednn = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""

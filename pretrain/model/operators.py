@@ -11,7 +11,7 @@ An `Operator` has a plain implementation, by torch's operators. Extensions offer
 What offers keep for the backward pass, for estimates of memory: `OperatorMemory` (operator_memory.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -70,10 +70,6 @@ class Kernels:
     def choose(self, plan: "Plan") -> None:
         """Decide which offers the run uses. Collective: all ranks must decide the same, and a resume as before."""
 
-    def record(self) -> Mapping[str, Any]:
-        """Return keys for run.json: what was decided."""
-        return {}
-
     def patch(self, engine: "DeepSpeedEngine") -> None:
         """Replace passes of an engine that was just built, such as those over gradients."""
 
@@ -104,8 +100,3 @@ def choose_operators(plan: "Plan") -> None:
     """Let all extensions choose what this run uses, at its start. Collective."""
     for kernels in all_kernels():
         kernels.choose(plan)
-
-
-def operators_record() -> dict[str, Any]:
-    """Return the keys of run.json that say what was chosen."""
-    return {key: value for kernels in all_kernels() for key, value in kernels.record().items()}

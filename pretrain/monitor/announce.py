@@ -24,7 +24,6 @@ from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError, format_number
 from pretrain.extension import advice_on, extensions, records_of_extensions
 from pretrain.model.config import ModelConfig
-from pretrain.model.operators import operators_record
 from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.environment import (
     code_record,
@@ -122,7 +121,6 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         "unigram_entropy": plan.unigram_entropy,
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "layer_times": layer_times_record(plan),
-        **operators_record(),
         "versions": versions(), "software": software(), "git_commit": code["commit"], "code": code,
         "hosts": sorted(ranks),
         "hardware": [{**host, "ranks": ranks[host["host"]]} for host in different_hosts],

@@ -26,6 +26,7 @@ class Start(TypedDict, total=False):
 
     first_step: int
     flags: dict[str, Any]
+    extensions: dict[str, str]
     deepspeed_config: dict[str, Any]
     model_config: dict[str, Any]
     num_parameters: int

@@ -63,7 +63,11 @@ def test_the_tree_without_an_extension(name: str, corpus: str, tmp_path: Path) -
         importlib.import_module(f"tests.extensions.{name}.used").write_files(
             tmp_path, [word.replace("ds.json", str(tmp_path / "ds.json")) for word in words])
     run("-m", "pretrain.train", *words, *used, "--exit_step=2", code=str(ROOT), cwd=tmp_path)
-    assert "resumed from" in run("-m", "pretrain.train", *words, cwd=tmp_path)
+    resumed = run("-m", "pretrain.train", *words, cwd=tmp_path)
+    assert "resumed from" in resumed
+    [start] = json.loads((tmp_path / "run/run.json").read_text())[:1]
+    note = f"the extension {name}, which the run's last start used, is not installed now"
+    assert (note in resumed) == (name in start["extensions"])
     run("-m", "pretrain", "check", "--world_size=1", *words, cwd=tmp_path)
     shown = run("-m", "pretrain", "train", "--help")
     assert [flag for flag in USED.get(name, {}) if f"--{flag}" in shown] == []

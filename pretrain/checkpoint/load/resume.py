@@ -26,6 +26,7 @@ from pretrain.config.model_of_run import Branch, check_same_parameters, reject_i
 from pretrain.config.plan import Plan
 from pretrain.config.run_length import RunLength
 from pretrain.errors import ConfigError
+from pretrain.extension import extensions
 from pretrain.model.config import model_config_from
 from pretrain.monitor.read_run_folder import newest_start
 
@@ -248,10 +249,13 @@ def _reject_other_evaluation_data(plan: Plan, step: int, last_step: int) -> None
 
 
 def _changed_flag_notes(plan: Plan, run: Path) -> list[str]:
-    """Return notes on flags that may differ from the run's last start."""
+    """Return notes on extensions and flags that may differ from the run's last start."""
     notes = []
     with contextlib.suppress(ConfigError):
-        saved, current = newest_start(run)["flags"], plan.args
+        start, here = newest_start(run), {each.name for each in extensions()}
+        notes += [f"the extension {name}, which the run's last start used, is not installed now"
+                  for name in start.get("extensions") or () if name not in here]
+        saved, current = start["flags"], plan.args
         for name, effect in (("seq_length_schedule", ""),
                              ("first_sample", "; it has no effect: the run continues after its checkpoint's samples"),
                              ("deterministic", "; the next losses differ in the last bits from those of a run without "

@@ -4,4 +4,4 @@ from pretrain.extension import Extension
 
 EXTENSION = Extension(
     "cpu_kernels", "Computes a model on CPUs about twice as fast, by functions in C that are compiled at first use.",
-    operators="kernels:CpuKernels", operator_memory="memory:CpuMemory")
+    record="kernels:record", operators="kernels:CpuKernels", operator_memory="memory:CpuMemory")

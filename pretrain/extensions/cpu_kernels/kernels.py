@@ -1,6 +1,6 @@
 """What this extension offers to the operators of the model (pretrain/model/operators.py), and for which inputs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +53,6 @@ class CpuKernels(Kernels):
         recorded = newest_recorded(Path(plan.args.save), _RECORD) if plan.args.save and dist.get_rank() == 0 else None
         choose(recorded, measured=not plan.args.deterministic)
 
-    def record(self) -> Mapping[str, Any]:
-        """Return the choice, which a resume uses again."""
-        choice = chosen()
-        return {_RECORD: None if choice is None else as_json(choice)}
-
     def patch(self, engine: "DeepSpeedEngine") -> None:
         """Make passes over gradients in C, and let the flops profiler count the functions in C."""
         # they import DeepSpeed, which processes without an engine need not
@@ -72,6 +67,12 @@ class CpuKernels(Kernels):
         """Choose by measurements on real tensors, and let C functions do nothing from now on."""
         set_choice(fastest_choice())
         simulate_calls(tensor_type)
+
+
+def record(plan: "Plan") -> dict[str, Any]:
+    """Return the choice for run.json; a resume uses it again."""
+    choice = chosen()
+    return {_RECORD: None if choice is None else as_json(choice)}
 
 
 def _is_norm_in_c(x: torch.Tensor, weight: torch.Tensor, settings: NormSettings) -> bool:

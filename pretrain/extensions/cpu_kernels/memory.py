@@ -3,9 +3,10 @@
 See pretrain/model/operator_memory.py for the formulas of torch's operators, and for how the bytes were found.
 """
 
+import functools
 from typing import TYPE_CHECKING
 
-from pretrain.distributed.device import multiplies_bf16_on_x86
+from pretrain.distributed.device import cpuinfo
 from pretrain.model.attention_memory import qk_norm_keeps_input, qkv_saved, torch_attention_memory
 from pretrain.model.description import ModelConfig
 from pretrain.model.operator_memory import (
@@ -33,6 +34,12 @@ ATTENTION_ROWS = 128  # queries of a block; keys later than the block are skippe
 PIECE_ELEMENTS = 2**20
 
 
+@functools.cache
+def multiplies_bf16() -> bool:
+    """Return whether this CPU has AVX512_BF16, with which attention in bf16 is computed in C."""
+    return "avx512_bf16" in cpuinfo()
+
+
 class CpuMemory(OperatorMemory):
     """What the kernels need, as if all families were in C, apart from attention on CPUs without its dot products."""
 
@@ -50,7 +57,7 @@ class CpuMemory(OperatorMemory):
             return _with_documents(config, batch, window) if batch.documents else None
         output, qkv = linear_saved(query_width(config, batch), batch), qkv_bytes(config, batch)
         exchanged = 3 * qkv if batch.sequence_parallel_size > 1 else 0
-        if not multiplies_bf16_on_x86():
+        if not multiplies_bf16():
             work = _work_of_products(config, batch, window)
             return AttentionMemory(qkv_saved(config, batch) + output, max(output + qkv + work, 2 * qkv, exchanged),
                                    saves_output=False, needs_masks=False, needs_document_masks=False)

@@ -125,9 +125,9 @@ def start_from_weights(case: Case) -> dict[str, Any]:
 
 
 def features(case: Case) -> dict[str, Any]:
-    """Return whether this CPU has fp16, for our check and for DeepSpeed's, and which C functions are right on it.
+    """Return whether this CPU has fp16, for our check and for DeepSpeed's, and whether oneDNN has bf16.
 
-    Also whether oneDNN has bf16, and the precision of DeepSpeed's Muon.
+    Also the precision of DeepSpeed's Muon.
     """
     return {"fp16": cpu_device().fp16, "fp16_of_deepspeed": bool(get_accelerator().is_fp16_supported()),
             "bf16_in_onednn": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),

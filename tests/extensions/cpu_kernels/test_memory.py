@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.distributed.device import multiplies_bf16_on_x86
 from pretrain.extensions.cpu_kernels import memory
 from pretrain.extensions.cpu_kernels.choice import ALL_IN_C, right_in_c, set_choice
 from pretrain.extensions.cpu_kernels.library import has_library
@@ -44,7 +43,7 @@ def attention_from_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compute no attention in C, except in the test of it."""
     right_in_c()  # compares the C functions with torch's operators before the measurement
     set_choice(ALL_IN_C - {"attention", "attention_fp32"})
-    monkeypatch.setattr(memory, "multiplies_bf16_on_x86", lambda: False)
+    monkeypatch.setattr(memory, "multiplies_bf16", lambda: False)
     forget_estimates()
     yield
     set_choice(None)
@@ -113,7 +112,7 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
     check_peak(name, part, dtype, batch, length, dropout=dropout)
 
 
-@pytest.mark.skipif(not multiplies_bf16_on_x86(), reason="no AVX512_BF16")
+@pytest.mark.skipif(not memory.multiplies_bf16(), reason="no AVX512_BF16")
 @pytest.mark.parametrize("name", DIFFERENT)
 @one_thread()
 def test_bytes_of_a_block_with_attention_in_c(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
