@@ -157,7 +157,8 @@ class Extension:
     problems: Mapping[str, Problem] = field(default_factory=dict)  # by event
     # key that its callbacks add to rows of training -> unit, and definition
     metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    # event, kind of problem, or name of a hint -> what to do: see `advice_on`; of problems as in `Problem`
+    # event, kind of problem, name of a hint, or another situation -> what to do: see `advice_on`; of problems as in
+    # `Problem`; at the end of a run, "finished", a command with {run}
     advice: Mapping[str, str] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from mkdocs.structure.pages import Page
 from pretrain.commands.reference import TOPICS
 
 ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = ("", ".github", "ds_configs", "launch", "pretrain/**", "tests", "tools")
+_FOLDERS = ("", ".github", "ds_configs", "launch/**", "pretrain/**", "tests", "tools/**")
 _LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")
 _COMMAND = re.compile(r"(?<!\[)`ds-pretrain reference ([\w-]+)`")
 

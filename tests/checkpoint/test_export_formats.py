@@ -21,8 +21,8 @@ from pretrain.checkpoint.convert.plan_export import check_has_states, plan_expor
 from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
+from pretrain.commands.export import main as export_main
 from pretrain.commands.import_run import main as import_main
-from pretrain.commands.weights import export_main
 from pretrain.errors import ConfigError
 from tests.checkpoint.test_export import load_exactly
 from tests.support.checkpoints import STEPS, real_run

@@ -11,14 +11,12 @@ import pytest
 from transformers import TrainingArguments
 
 from pretrain.cluster.launcher_flags import launcher_parser
-from pretrain.commands.translate.main import translate
-from pretrain.commands.translate.settings import Settings
 from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.other_programs import defaults_of, hint_for, hints
+from pretrain.config.other_programs import hint_for, hints
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
 from tests.support.rejection import rejection
@@ -48,22 +46,6 @@ def test_the_trainers_settings_are_complete() -> None:
     trainer = PROGRAMS["transformers.Trainer"]
     listed = {*trainer["known"].split(), *trainer["without_counterpart"].split()}
     assert {field.name for field in dataclasses.fields(TrainingArguments)} <= listed
-
-
-def test_the_trainers_defaults_are_transformers_own() -> None:
-    """`ds-pretrain translate` writes them where the input leaves settings out."""
-    fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    for name, value in defaults_of("trainer").items():
-        if name in fields and fields[name] is not None:
-            assert value == getattr(fields[name], "value", fields[name]), name
-
-
-def test_a_dump_of_the_trainers_settings_is_translated(tmp_path: Path) -> None:
-    dump = json.loads(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=10).to_json_string())
-    result = translate(Settings("trainer", {**dump, "config_name": "tiny"}))
-    assert dump.keys() <= result.rows.keys()
-    assert [name for name, row in result.rows.items() if "CHECK" in row.text or "MATTERS" in row.text] == []
-    assert (result.run["train_steps"], result.run["min_lr"], result.json["optimizer"]["params"]["lr"]) == (10, 0, 5e-5)
 
 
 def test_hints_name_flags_keys_and_files_that_exist() -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.convert.average import average
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
-from pretrain.checkpoint.convert.plan_average import plan_average
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.run_checkpoints import latest_problem, read_manifest
@@ -78,7 +76,8 @@ def test_the_command_its_run_and_all_tools(measured: Measured, corpus: str, tmp_
     assert latest_problem(checkpoints, later) is None
     assert diff(adopted, adopted) == []
     assert {difference.state for difference in diff(adopted, later)} >= {"fp32", "exp_avg", "exp_avg_sq"}
-    average(plan_average(run, tmp_path / "average", steps=[SAVED, SAVED + 2]))
+    done = run_tool("average", run, "--steps", f"{SAVED},{SAVED + 2}", "--output", tmp_path / "average")
+    assert done.returncode == 0, done.stderr
     export_hf(plan_export(adopted, tmp_path / "exported"))
     consolidate(plan_export(adopted, tmp_path / "consolidated", with_tokenizer=False))
     for name in ("exported", "consolidated"):  # and back

@@ -15,7 +15,6 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
     "tools/performance.md", "tools/measurements.md", "tools/metrics.md",
-    "tools/translate.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
     "ds_configs/parallelism.md", "ds_configs/claims.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
@@ -131,8 +130,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "needs several hosts: tests/cluster/test_multihost_launch.py and test_mpi.py": (
         "ds-pretrain --hostfile HOSTS --config run.yaml", "launch/cluster.sh --hostfile HOSTS -- --config run.yaml",
         "launch/mpi.sh -np 16 --hostfile HOSTS -- --config run.yaml"),
-    "needs a file of GPT-NeoX; tests/commands/test_translate.py translates a short form of it": (
-        "ds-pretrain translate configs/20B.yml --output runs/neox-20b",),
     "needs SLURM: tests/cluster/test_slurm.py": (
         "sbatch -N 4 launch/slurm/pretrain.sbatch run.yaml",),
     "needs SLURM: tests/cluster/test_slurm_prepare.py": (

@@ -94,7 +94,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "quickstart": ["{world}/out"],
     "new": ["{world}/new.yaml", "--data", "{world}/text.txt", "--tokenizer", "bytes", "--model", "tiny", "--gpu", "cpu",
             "--world_size", "2", "--seq_length", "64", "--overwrite"],
-    "translate": ["{world}/other.yml", "--output", "{world}/out"],
     "config": ["zero2_bf16"],
     "template": ["slurm"],
     "reference": ["metrics"],

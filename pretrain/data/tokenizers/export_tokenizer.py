@@ -1,4 +1,7 @@
-"""Write a tokenizer's files for transformers, and check that transformers tokenizes with them as training did."""
+"""Write a tokenizer's files for transformers, and check that transformers tokenizes with them as training did.
+
+Also the files of a copy.
+"""
 
 import contextlib
 import json
@@ -166,3 +169,17 @@ RARE = (
     *(character * count for character in " a0-=\n#" for count in (3, 7, 16, 61)), "=== === ====  =\n" * 3,
     "0101010010001000" * 4, "abababa aaaa abab" * 3,
 )  # fmt: skip
+
+
+def files_to_copy(tokenizer: Tokenizer) -> dict[str, Path]:
+    """Return name -> path of the files from which `load_tokenizer` loads the same tokenizer."""
+    if tokenizer.tiktoken is not None:  # this name says which encoding the file has
+        return {f"tokenizer.{tokenizer.tiktoken.encoding.name}.tiktoken": tokenizer.path}
+    if tokenizer.path.suffix != ".json":
+        return {"tokenizer.model": tokenizer.path}
+    main = tokenizer.path.name if tokenizer.path.name in TOKENIZER_FILES else "tokenizer.json"
+    files = {main: tokenizer.path}
+    for name in TOKENIZER_FILES:  # special tokens, and the merges of a vocab.json
+        if name not in (main, "tokenizer.json", "tokenizer.model") and tokenizer.path.with_name(name).is_file():
+            files[name] = tokenizer.path.with_name(name)
+    return files

@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 from tiktoken._educational import bpe_train
 from transformers import AutoTokenizer
 
-from pretrain.checkpoint.convert.average import _files_of
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers import tiktoken_encodings
-from pretrain.data.tokenizers.export_tokenizer import ORDINARY, RARE, export_tokenizer
+from pretrain.data.tokenizers.export_tokenizer import ORDINARY, RARE, export_tokenizer, files_to_copy
 from pretrain.data.tokenizers.special_tokens import TokenIds
 from pretrain.data.tokenizers.tokenizer import Tokenizer, absolute_tokenizer, file_of_tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
@@ -114,7 +113,7 @@ def test_special_tokens_and_fingerprints(loaded: dict[str, Tokenizer], folder: P
     named = load_tokenizer(f"cl100k_base:{tmp_path / 'ranks'}")
     assert named.name == f"cl100k_base:{tmp_path / 'ranks'}"
     assert named.fingerprint == loaded["cl100k_base"].fingerprint != load_tokenizer(f"llama3:{path}").fingerprint
-    (name, source), = _files_of(named).items()  # of an average of checkpoints
+    (name, source), = files_to_copy(named).items()  # of an average of checkpoints
     assert (name, source) == ("tokenizer.cl100k_base.tiktoken", tmp_path / "ranks")
     (tmp_path / name).write_bytes(source.read_bytes())
     assert load_tokenizer(tmp_path).fingerprint == named.fingerprint

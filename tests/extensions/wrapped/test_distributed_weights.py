@@ -9,11 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pretrain.checkpoint.convert.average import average
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
 from pretrain.checkpoint.convert.export_trainer import export_trainer
-from pretrain.checkpoint.convert.plan_average import plan_average
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.convert.universal import convert, export_universal
 from pretrain.checkpoint.load.reader import CheckpointReader
@@ -69,7 +67,8 @@ def test_exports_averages_and_comparisons(run: Path, tmp_path: Path) -> None:
     expected = load_file(run / "hub" / "model.safetensors")
     buffers = {name: tensor for name, tensor in expected.items() if "e_score_correction_bias" in name}
     consolidate(plan_export(run / "run", tmp_path / "consolidated", dtype="fp32", with_tokenizer=False))
-    average(plan_average(run / "run", tmp_path / "average", steps=[1, 2]))
+    done = run_tool("average", run / "run", "--steps", "1,2", "--output", tmp_path / "average")
+    assert done.returncode == 0, done.stderr
     export_hf(plan_export(tmp_path / "average", tmp_path / "exported", dtype="fp32", tokenizer="bytes"))
     for name in ("consolidated", "exported"):
         found = load_file(tmp_path / name / "model.safetensors")

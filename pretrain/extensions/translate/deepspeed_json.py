@@ -4,13 +4,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.settings import Settings
 from pretrain.config.ds_json.check_keys import check_value, is_comment, requests_nothing, suggest_key, takes_default
 from pretrain.config.ds_json.optimizers import SCHEDULERS, optimizer_params
 from pretrain.config.ds_json.read import DsFile, parse_ds_config, read_ds_config
 from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.errors import ConfigError
+from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.settings import Settings
 
 # Keys that other programs write into their blocks, and that DeepSpeed does not read: "fp16": true inside of "fp16" in
 # GPT-NeoX's configurations, and parameters of 1-bit Adam in its defaults of the optimizer.

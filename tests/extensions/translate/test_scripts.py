@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.commands.translate.command_line import script_words
-from pretrain.commands.translate.main import main
-from pretrain.commands.translate.read_input import read_settings
-from pretrain.commands.translate.settings import WrittenFile
 from pretrain.errors import ConfigError
+from pretrain.extensions.translate.command_line import script_words
+from pretrain.extensions.translate.main import main
+from pretrain.extensions.translate.read_input import read_settings
+from pretrain.extensions.translate.settings import WrittenFile
 
 # forms of public scripts of Megatron-DeepSpeed and BigScience, in texts of our own
 SCRIPTS = {

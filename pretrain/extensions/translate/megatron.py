@@ -4,14 +4,14 @@ import dataclasses
 import math
 from typing import Any
 
-from pretrain.commands.translate import parts
-from pretrain.commands.translate.copied_flags import copy_flags
-from pretrain.commands.translate.deepspeed_json import take_json_file
-from pretrain.commands.translate.megatron_model import experts_of, write_megatron_model
-from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.schedules import Rates, batch_stages, write_schedule
-from pretrain.commands.translate.settings import OFF, Settings
 from pretrain.errors import ConfigError
+from pretrain.extensions.translate import parts
+from pretrain.extensions.translate.copied_flags import copy_flags
+from pretrain.extensions.translate.deepspeed_json import take_json_file
+from pretrain.extensions.translate.megatron_model import experts_of, write_megatron_model
+from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.schedules import Rates, batch_stages, write_schedule
+from pretrain.extensions.translate.settings import OFF, Settings
 
 _OPTIMIZERS = {"adam": "AdamW", "lion": "Lion", "muon": "Muon", "sgd": "SGD"}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": "wsd",

@@ -4,17 +4,16 @@ Averages of the last checkpoints often have a lower loss than any of them (Izmai
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
 from pretrain.checkpoint.convert.new_folder import check_free_space
-from pretrain.checkpoint.convert.plan_average import AveragedCheckpoint, AveragePlan
 from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, weights_manifest, write_weights_run
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader, all_finite, chunks_of
-from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
+from pretrain.data.tokenizers.export_tokenizer import files_to_copy
 from pretrain.errors import ConfigError
+from pretrain.extensions.average.plan import AveragedCheckpoint, AveragePlan
 from pretrain.model.description import ModelConfig
 
 
@@ -33,7 +32,7 @@ def average(plan: AveragePlan) -> None:
     weights = [source.weight for source in plan.sources]
     chunks = _averaged_chunks(readers, weights, planned)
     write_weights_run(plan.out, planned, chunks, manifest, buffers=_averaged_buffers(readers, weights, plan.config),
-                      tokenizer={} if plan.tokenizer is None else _files_of(plan.tokenizer))
+                      tokenizer={} if plan.tokenizer is None else files_to_copy(plan.tokenizer))
 
 
 def _open(source: AveragedCheckpoint, planned: Sequence[PlannedTensor]) -> CheckpointReader:
@@ -67,17 +66,3 @@ def _averaged_buffers(readers: Sequence[CheckpointReader], weights: Sequence[flo
     saved = [reader.buffers() for reader in readers] if any(config.named_buffers()) else []
     return {ours: sum((each[ours].double() * weight for each, weight in zip(saved, weights, strict=True)),
                       start=torch.zeros((), dtype=torch.float64)).float() for ours, _, _ in config.named_buffers()}
-
-
-def _files_of(tokenizer: Tokenizer) -> dict[str, Path]:
-    """Return name -> path of the files from which `load_tokenizer` loads the same tokenizer."""
-    if tokenizer.tiktoken is not None:  # this name says which encoding the file has
-        return {f"tokenizer.{tokenizer.tiktoken.encoding.name}.tiktoken": tokenizer.path}
-    if tokenizer.path.suffix != ".json":
-        return {"tokenizer.model": tokenizer.path}
-    main = tokenizer.path.name if tokenizer.path.name in TOKENIZER_FILES else "tokenizer.json"
-    files = {main: tokenizer.path}
-    for name in TOKENIZER_FILES:  # special tokens, and the merges of a vocab.json
-        if name not in (main, "tokenizer.json", "tokenizer.model") and tokenizer.path.with_name(name).is_file():
-            files[name] = tokenizer.path.with_name(name)
-    return files

@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from pretrain.commands.translate.command_line import command_flags, script_words
-from pretrain.commands.translate.settings import Settings, WrittenFile
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.flags.parse import yaml_problem
-from pretrain.config.other_programs import PROGRAMS, current_name
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.translate.command_line import command_flags, script_words
+from pretrain.extensions.translate.settings import Settings, WrittenFile
+from pretrain.extensions.translate.tables import PROGRAMS, current_name
 from pretrain.stored_json import parse_json
 
 # names that only one program has, by which its files are recognized

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from pretrain.commands.translate.architecture import GPT2_TOKENS, Wanted, padded_vocabulary, qk_norm, write_model
-from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.settings import OFF, Settings
 from pretrain.errors import ConfigError
+from pretrain.extensions.translate.architecture import GPT2_TOKENS, Wanted, padded_vocabulary, qk_norm, write_model
+from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.settings import OFF, Settings
 
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "rotary": "rope",
               "alibi": "alibi"}

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.settings import Settings, as_number
 from pretrain.config.flags.arguments import DEFAULTS, FLAGS, TYPES
-from pretrain.config.other_programs import conversion_for, names_for
 from pretrain.errors import ConfigError
+from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.settings import Settings, as_number
+from pretrain.extensions.translate.tables import conversion_for, names_for
 from pretrain.monitor.repeatable import NEVER_REPEATED
 
 _KINDS = {name: (kind, *get_args(kind)) for name, kind in TYPES.items()}

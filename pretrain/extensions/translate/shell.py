@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from pretrain.commands.translate.shell_text import Statement, parts, statements, without_redirections, word_at
 from pretrain.errors import ConfigError
+from pretrain.extensions.translate.shell_text import Statement, parts, statements, without_redirections, word_at
 
 Lines = dict[int, str]  # lines that were not understood, with their texts
 _BRACES = re.compile(r"\$\{(\w+|[@*])(?:\[([@*]|\d+)\])?(?:(:?[-=+])(.*))?\}", re.DOTALL)

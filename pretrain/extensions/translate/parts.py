@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.settings import OFF, Settings, as_number
 from pretrain.config.ds_json.read import get_value
-from pretrain.config.other_programs import names_for
+from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.settings import OFF, Settings, as_number
+from pretrain.extensions.translate.tables import names_for
 from pretrain.model.config import preset_names
 
 PLACEHOLDER = "TO-DO"  # beginning of values that the user has to replace

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint.convert.average import average
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import export_hf
-from pretrain.checkpoint.convert.plan_average import plan_average
 from pretrain.checkpoint.convert.plan_export import model_card, plan_export
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
@@ -22,6 +20,8 @@ from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.checkpoint.load.reader import CheckpointReader, HFWeights
 from pretrain.errors import ConfigError
+from pretrain.extensions.average.average import average
+from pretrain.extensions.average.plan import plan_average
 from tests.support.cases import case, flags
 from tests.support.checkpoints import copy_checkpoints, real_run
 from tests.support.conversion_faults import run_tool

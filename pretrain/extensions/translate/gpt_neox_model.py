@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from pretrain.commands.translate.architecture import (
+from pretrain.errors import ConfigError
+from pretrain.extensions.translate.architecture import (
     GPT2_TOKENS,
     Wanted,
     padded,
@@ -10,9 +11,8 @@ from pretrain.commands.translate.architecture import (
     qk_norm,
     write_model,
 )
-from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.settings import Settings
-from pretrain.errors import ConfigError
+from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.settings import Settings
 
 # megatron/model/activations.py: name -> (name here, whether the MLP has a gate)
 _ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False), "silu": ("silu", False), "swish": ("silu", False),

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.commands.translate.settings import WrittenFile
-from pretrain.commands.translate.shell import Command, Script
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.translate.settings import WrittenFile
+from pretrain.extensions.translate.shell import Command, Script
 
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:\[[@*]\])?(?::-([^}]*))?\}")
 _FLAG = re.compile(r"--?[A-Za-z]")

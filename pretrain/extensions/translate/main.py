@@ -7,16 +7,16 @@
 import sys
 
 from pretrain.cli import Parser, path_text, whole_number
-from pretrain.commands.translate.gpt_neox import translate_neox
-from pretrain.commands.translate.megatron import translate_megatron
-from pretrain.commands.translate.output import report, write_files
-from pretrain.commands.translate.read_input import read_settings
-from pretrain.commands.translate.result import MODEL, Result
-from pretrain.commands.translate.settings import Settings
-from pretrain.commands.translate.torchtitan import translate_torchtitan
-from pretrain.commands.translate.trainer import translate_trainer
-from pretrain.commands.translate.verdicts import check_names, complete_rows
-from pretrain.config.other_programs import PROGRAMS
+from pretrain.extensions.translate.gpt_neox import translate_neox
+from pretrain.extensions.translate.megatron import translate_megatron
+from pretrain.extensions.translate.output import report, write_files
+from pretrain.extensions.translate.read_input import read_settings
+from pretrain.extensions.translate.result import MODEL, Result
+from pretrain.extensions.translate.settings import Settings
+from pretrain.extensions.translate.tables import PROGRAMS
+from pretrain.extensions.translate.torchtitan import translate_torchtitan
+from pretrain.extensions.translate.trainer import translate_trainer
+from pretrain.extensions.translate.verdicts import check_names, complete_rows
 from pretrain.model.config import model_config_from
 from pretrain.terminal import print_rows
 

@@ -2,13 +2,13 @@
 
 import json
 
-from pretrain.commands.translate import parts
-from pretrain.commands.translate.copied_flags import copy_flags
-from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.schedules import Rates, write_schedule
-from pretrain.commands.translate.settings import OFF, Settings
-from pretrain.config.other_programs import flavor_of
 from pretrain.errors import ConfigError
+from pretrain.extensions.translate import parts
+from pretrain.extensions.translate.copied_flags import copy_flags
+from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.schedules import Rates, write_schedule
+from pretrain.extensions.translate.settings import OFF, Settings
+from pretrain.extensions.translate.tables import flavor_of
 from pretrain.model.config import find_config, model_config_from
 
 _OPTIMIZERS = {"AdamW": "AdamW", "Adam": "Adam"}

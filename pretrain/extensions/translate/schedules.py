@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pretrain.commands.translate.result import Result
+from pretrain.extensions.translate.result import Result
 
 
 @dataclass(frozen=True)

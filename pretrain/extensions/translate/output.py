@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.commands.translate.parts import PLACEHOLDER
-from pretrain.commands.translate.result import BECAME, DIFFERS, JSON, MODEL, NONE, RUN, Result
-from pretrain.commands.translate.settings import Settings
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.write_yaml import comment_line, yaml_entry
 from pretrain.errors import ConfigError, one_line
+from pretrain.extensions.translate.parts import PLACEHOLDER
+from pretrain.extensions.translate.result import BECAME, DIFFERS, JSON, MODEL, NONE, RUN, Result
+from pretrain.extensions.translate.settings import Settings
 from pretrain.model.config import model_config_from
 from pretrain.paths import check_folder
 

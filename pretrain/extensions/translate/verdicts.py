@@ -2,22 +2,18 @@
 
 from typing import Any
 
-from pretrain.commands.translate.deepspeed_json import flat_names
-from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.settings import OFF, Settings
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.other_programs import (
     MATTERS,
     NO_EFFECT,
-    REFUSED,
-    difference_of,
     hint_for,
-    is_known,
-    known_names,
-    reason_if_unused,
     without_counterpart,
 )
 from pretrain.errors import ConfigError, listed
+from pretrain.extensions.translate.deepspeed_json import flat_names
+from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.settings import OFF, Settings
+from pretrain.extensions.translate.tables import difference_of, is_known, known_names, reason_if_unused, refusal_of
 from pretrain.monitor.repeatable import NEVER_REPEATED
 
 
@@ -37,7 +33,7 @@ def check_names(settings: Settings) -> None:
 
 
 def _refusal(name: str, value: Any) -> str:
-    found = without_counterpart(REFUSED, name)
+    found = refusal_of(name)
     if found is None or value in OFF or str(value).lower() == found[1].lower() != "":
         return ""
     return found[0]
@@ -83,14 +79,16 @@ def _is_part(name: str, settings: Settings) -> bool:
 
 def _reason(name: str, value: Any) -> str:
     """Return why a setting has no counterpart, and whether this matters."""
-    for table in (MATTERS, NO_EFFECT, REFUSED):
+    for table in (MATTERS, NO_EFFECT):
         found = without_counterpart(table, name)
         if found is None:
             continue
         reason, neutral = found
-        if value in OFF or str(value).lower() == neutral.lower() != "" or table == REFUSED:
+        if value in OFF or str(value).lower() == neutral.lower() != "":
             return "off, as here" if value in OFF else "as here"
         return f"MATTERS: {reason}" if table == MATTERS else f"no effect on the result: {reason}"
+    if refusal_of(name) is not None:  # see check_names
+        return "off, as here" if value in OFF else "as here"
     if value in OFF:
         return "off"
     hint = hint_for(name) or "a flag has this name"

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.config.other_programs import PROGRAMS, defaults_of
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.translate.tables import PROGRAMS, defaults_of
 
 _TOO_LARGE = 2**63
 _TRUE, _FALSE = ("true", "yes", "1", "t", "y"), ("false", "no", "0", "f", "n")

@@ -2,16 +2,16 @@
 
 import math
 
-from pretrain.commands.translate import parts
-from pretrain.commands.translate.copied_flags import copy_flags
-from pretrain.commands.translate.deepspeed_json import take_json
-from pretrain.commands.translate.gpt_neox_model import GPT2_TOKENIZERS, check_attention, write_neox_model
-from pretrain.commands.translate.result import Result
-from pretrain.commands.translate.schedules import Rates, write_schedule
-from pretrain.commands.translate.settings import Settings
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import TREE
 from pretrain.errors import ConfigError
+from pretrain.extensions.translate import parts
+from pretrain.extensions.translate.copied_flags import copy_flags
+from pretrain.extensions.translate.deepspeed_json import take_json
+from pretrain.extensions.translate.gpt_neox_model import GPT2_TOKENIZERS, check_attention, write_neox_model
+from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.schedules import Rates, write_schedule
+from pretrain.extensions.translate.settings import Settings
 
 _OPTIMIZERS = {"adam": "AdamW", "cpu_adam": "AdamW", "cpu_torch_adam": "AdamW", "lion": "Lion"}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant"}

@@ -13,21 +13,21 @@ import torch
 import transformers
 import yaml
 
-from pretrain.commands.translate.main import main, translate
-from pretrain.commands.translate.read_input import read_settings
-from pretrain.commands.translate.result import BECAME, DIFFERS, NONE, Result
-from pretrain.commands.translate.settings import Settings
-from pretrain.commands.translate.verdicts import check_names
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.other_programs import PROGRAMS, current_name, defaults_of
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import cuda_device
 from pretrain.errors import ConfigError
+from pretrain.extensions.translate.main import main, translate
+from pretrain.extensions.translate.read_input import read_settings
+from pretrain.extensions.translate.result import BECAME, DIFFERS, NONE, Result
+from pretrain.extensions.translate.settings import Settings
+from pretrain.extensions.translate.tables import PROGRAMS, current_name, defaults_of
+from pretrain.extensions.translate.verdicts import check_names
 from pretrain.model.config import load_model_config
 from pretrain.model.description import ModelConfig
-from tests.commands.translate_configs import (
+from tests.extensions.translate.configs import (
     BLOOM_176B,
     GPT3_175B,
     NEOX_20B,
