@@ -137,7 +137,7 @@ def test_the_quickstart_yaml_configures_the_run(quickstart: tuple[Path, Path, st
     text = (clone / "runs/quickstart/quickstart.yaml").read_text()
     command, = (line[4:].removesuffix(" --train_steps 500") for line in text.splitlines() if line[:4] == "#   ")
     assert command.startswith("ds-pretrain ")
-    assert f"ds-pretrain supervise -- {command}" in runnable(ROOT / "launch/README.md")
+    assert f"ds-pretrain supervise -- {command}" in runnable(ROOT / "pretrain/extensions/supervise/README.md")
     done = _run(QUICKSTART, clone, home)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "is complete" in done.stdout

@@ -23,7 +23,7 @@ from pretrain.resilience.run_lock import LOCK
 _LONGEST_TEXT = 400  # characters
 _LISTED = 8  # in a terminal
 _SILENT_S = 600.0  # a run that writes no row for this long, and for 20 times the usual interval, is reported
-_START_AGAIN = "; start the run again, or use `ds-pretrain supervise`"
+_START_AGAIN = "; start the run again"
 
 # by kind: the name of the event, or what the end of the files shows; extensions may advise more
 _KINDS: dict[str, Problem] = {
@@ -37,7 +37,7 @@ _KINDS: dict[str, Problem] = {
                     "that is named", ("start",)),
     "crash": Problem("the run crashed: {reason}", f"read the last lines of the launcher's output{_START_AGAIN}",
                      ("start",)),
-    "not_started": Problem("the run could not start: {reason}", "repair the host, or give the supervisor --min_hosts",
+    "not_started": Problem("the run could not start: {reason}", "repair the host",
                            ("start",)),
     "rejected": Problem("the run was rejected: {reason}", "correct the flag that the launcher's output names",
                         ("start",)),
@@ -147,7 +147,7 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int,
         what, advice, detail = problem.describe(row, machine, is_over=end is not None)
         machine = ""
     if end is not None:  # it has ended by itself, or the run was started again
-        advice = "" if end.get("event") != "start" else advice.replace(_START_AGAIN, "")
+        advice = "" if end.get("event") != "start" else advice.replace(_again(), "")
     advice = _advice(advice, table, step, row.get("path"))
     return Incident(kind, shorten(what, _LONGEST_TEXT).rstrip(": "), advice, step, last, _time(row), when,
                     is_open=problem.over is not None and end is None, subject=subject,
@@ -156,7 +156,12 @@ def _incident(table: RunTable, rows: list[dict[str, Any]], number: int,
 
 def _advice_on(kind: str, problem: Problem) -> str:
     """Return what to do: of the problem, and of extensions."""
-    return "; ".join(filter(None, [problem.advice, *advice_on(kind)]))
+    return "; ".join(filter(None, [problem.advice.replace(_START_AGAIN, _again()), *advice_on(kind)]))
+
+
+def _again() -> str:
+    """Return how a run is started again."""
+    return ", or ".join([_START_AGAIN, *advice_on("start_again")])
 
 
 def _advice(text: str, table: RunTable, step: int | None, path: object = None) -> str:

@@ -1,4 +1,4 @@
-"""Launchers for one or several hosts: preflight checks, SLURM jobs, and the supervisor.
+"""Launchers for one or several hosts: preflight checks, and SLURM jobs.
 
 This folder imports checkpoint, config, distributed, engine, monitor, cli and errors. It never imports the
 trainer.

@@ -17,8 +17,8 @@ from pretrain.cluster.hosts.launcher_process import SignalRecorder, become_subre
 from pretrain.cluster.hosts.probe import ask_to_save, end_all
 from pretrain.cluster.hosts.rank_environment import launcher_environment
 from pretrain.cluster.hosts.remote import LOCAL
-from pretrain.cluster.supervise.outcome import classify_exit, ending_signal, file_sizes, read_progress, shell_exit_code
-from pretrain.cluster.supervise.patient_reads import read_patiently
+from pretrain.cluster.outcome import classify_exit, ending_signal, file_sizes, read_progress, shell_exit_code
+from pretrain.cluster.patient_reads import read_patiently
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import PROGRAM, ROOT, free_port, port_is_free

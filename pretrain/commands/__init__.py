@@ -15,7 +15,6 @@ _RUN, _BEFORE, _DATA, _AFTER, _WEIGHTS, _FILES = (
 COMMANDS = {
     "train": Command(_RUN, "train on this host or on the hosts of --hostfile (the default)",
                      "pretrain.cluster.ds_pretrain"),
-    "supervise": Command(_RUN, "start a run again after crashes and lost hosts", f"{_HERE}.supervise"),
     "new": Command(_RUN, "write settings for your own data, and list the next commands",
                    f"{_HERE}.new.main"),
     "quickstart": Command(_RUN, "train a small model on a fresh machine, from corpus to sample",

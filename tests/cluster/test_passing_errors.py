@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster import slurm_job
-from pretrain.cluster.supervise import patient_reads
-from pretrain.cluster.supervise.patient_reads import read_patiently
+from pretrain.cluster import patient_reads, slurm_job
+from pretrain.cluster.patient_reads import read_patiently
 from tests.support.failing_reads import STOP
 from tests.support.launch import ROOT
 

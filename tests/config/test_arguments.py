@@ -7,7 +7,6 @@ import pytest
 
 from pretrain.cli import OWNED, Parser, note_old_name
 from pretrain.cluster.hosts.preflight import preflight_request
-from pretrain.cluster.supervise.launch_command import run_setting
 from pretrain.config.flags.arguments import FLAGS, data_spec
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.errors import ConfigError
@@ -36,7 +35,6 @@ def test_old_names_are_read_with_a_note(tmp_path: Path, capsys: pytest.CaptureFi
     assert parser.parse_args(["--accept-loss-of", "rng"]).accept_without == "rng"
     assert "accept-loss-of is called accept_without now" in capsys.readouterr().err
     assert parse_arguments(["--exit_at_step", "6"]).exit_step == 6
-    assert run_setting(["train.py", "--exit_at_step", "9"], "exit_step") == "9"
     path.write_text("exit_at_step: 7\nexit_step: 8\n")
     with pytest.raises(ConfigError, match=r"run.yaml:2: exit_step: the same key is on line 1"):
         parse_arguments(["--config", str(path)])

@@ -20,10 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.cluster import local_launch
-from pretrain.cluster.supervise import patient_reads
-from pretrain.cluster.supervise.choose_hosts import SupervisorSettings
-from pretrain.cluster.supervise.supervisor import supervise
+from pretrain.cluster import local_launch, patient_reads
 from pretrain.errors import ConfigError
 
 ERRORS = (errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT, errno.EIO)
@@ -67,6 +64,9 @@ class FailingReads:
 
 def supervised(run: Path) -> int:
     """The first start crashes at step 3, the second one finishes."""
+    from pretrain.extensions.supervise.choose_hosts import SupervisorSettings
+    from pretrain.extensions.supervise.supervisor import supervise
+
     script = f"cd {run}; echo '{BEGAN}' >> events.jsonl; echo '{ROW}' >> metrics.jsonl; echo >> starts; " \
              f"[ $(wc -l < starts) -gt 1 ] || exit 9; echo '{STOP % 'finished'}' >> events.jsonl"
     hostfile = run / "hosts"

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 
-from pretrain.cluster.supervise.supervisor_files import RESTART_LOG
 from pretrain.monitor.read_run_folder import read_rows
 from tests.support.launch import LIMIT_S, ROOT
 
@@ -63,7 +62,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def read_restart_log(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return (rows of starts, summary rows) of RUN/restarts.jsonl. Both are empty if there is no such file."""
-    log = read_rows(run / RESTART_LOG)
+    log = read_rows(run / "restarts.jsonl")
     return [row for row in log if "start" in row], [row for row in log if "summary" in row]
 
 

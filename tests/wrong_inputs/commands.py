@@ -80,10 +80,6 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("new",), "RIGHT --save PATH", _NO_NEW_FOLDER, "--save"),
     (("compare",), "RIGHT --configs PATH", _ALL, _NAME),
     (("compare",), "RIGHT --model PATH", _UNREADABLE, "--model"),
-    (("supervise",), "--hostfile PATH --save {world}/run -- deepspeed pretrain/train.py", _UNREADABLE,
-     "--hostfile"),
-    (("supervise",), "-- deepspeed pretrain/train.py --config PATH", _UNREADABLE, "--config"),
-    (("supervise",), "--save PATH -- true", _UNWRITABLE, "--save"),
     *((programs, words, {**_NO_FILE, **paths}, culprit) for module in of_extensions()
       for programs, words, paths, culprit in getattr(module, "OUTPUT_FILES", ())),
     *(row for module in of_extensions() for row in getattr(module, "PATHS", ())),
@@ -109,7 +105,6 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
     (TRAIN, "--check_only", "a flag of the launcher", {}),
     (TRAIN, "--model {world}/done --save {world}/run --deepspeed_config {world}/ds.json --train_steps 5",
      "done: this is a run folder", {}),
-    ("supervise", "ds-pretrain --save {world}/run", "`--`", {}),
     *(("data verify", "{world}/corpus", "corpus.sha256.json", {"corpus.sha256.json": content})
       for content in (b"{", b"[]", b"\xff", b"[" * DEEP)),
     *(("data split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})

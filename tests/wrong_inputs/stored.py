@@ -104,7 +104,7 @@ def _slurm(run: Path) -> str:
 
 
 def _supervise(run: Path) -> str:
-    from pretrain.cluster.supervise.outcome import read_progress
+    from pretrain.cluster.outcome import read_progress
 
     progress = read_progress(run, {"events.jsonl": 0, "metrics.jsonl": 0})
     _ = progress.last_step, progress.began, progress.hang, progress.stop

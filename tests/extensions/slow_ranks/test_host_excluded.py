@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster.supervise.slow_hosts import SLOW_HOSTS
+from pretrain.cluster.slow_hosts import SLOW_HOSTS
 from pretrain.monitor.read_run_folder import read_events
-from tests.cluster.test_supervised_hosts import flags, start_supervised
 from tests.cluster.workers.ssh_hosts import Host, Hosts, two_hosts
+from tests.extensions.supervise.test_hosts import flags, start_supervised
 from tests.support.launch import LIMIT_S, ROOT, free_port
 from tests.support.supervised import kill_tree, read_restart_log, rows, wait_for_end, wait_for_rows, wait_until
 

@@ -19,8 +19,19 @@ from pretrain.cluster.hosts.remote import (
     LOCAL,
     ranks_on,
 )
-from pretrain.cluster.supervise import launch_command
-from pretrain.cluster.supervise.choose_hosts import (
+from pretrain.cluster.outcome import (
+    RunProgress,
+    classify_exit,
+    file_sizes,
+    read_progress,
+    shell_exit_code,
+)
+from pretrain.cluster.patient_reads import read_patiently
+from pretrain.cluster.slow_hosts import record_start
+from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
+from pretrain.extension import SUPERVISOR, around_run
+from pretrain.extensions.supervise import launch_command
+from pretrain.extensions.supervise.choose_hosts import (
     HostChoice,
     PrintLine,
     SupervisorSettings,
@@ -28,18 +39,7 @@ from pretrain.cluster.supervise.choose_hosts import (
     hosts_of_run,
     newest_run_record,
 )
-from pretrain.cluster.supervise.outcome import (
-    RunProgress,
-    classify_exit,
-    file_sizes,
-    read_progress,
-    shell_exit_code,
-)
-from pretrain.cluster.supervise.patient_reads import read_patiently
-from pretrain.cluster.supervise.slow_hosts import record_start
-from pretrain.cluster.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
-from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
-from pretrain.extension import SUPERVISOR, around_run
+from pretrain.extensions.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
 from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import find_owner, reject_second_start, release_of_dead_owner
 from pretrain.resilience.signals import describe

@@ -11,7 +11,7 @@ from random import Random
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE
 from pretrain.errors import ConfigError
-from tests.chaos.processes import NotAppliedError
+from tests.extensions.supervise.chaos.processes import NotAppliedError
 
 _KEPT_BYTES = 2**16  # of a truncated .bin
 

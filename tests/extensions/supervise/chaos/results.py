@@ -9,9 +9,9 @@ from typing import Any
 
 from pretrain.checkpoint.load.reader import CheckpointReader, chunks_of
 from pretrain.errors import FINISHED
-from tests.chaos.faults import KINDS
-from tests.chaos.injector import AppliedFault
-from tests.chaos.watch import RunWatch
+from tests.extensions.supervise.chaos.faults import KINDS
+from tests.extensions.supervise.chaos.injector import AppliedFault
+from tests.extensions.supervise.chaos.watch import RunWatch
 
 _COMPARED = ("step", "loss", "grad_norm", "lr", "consumed_samples")
 Kinds = dict[str, dict[str, int]]  # kind -> {"faults": their number, "recovered": how many the run has recovered from}

@@ -10,10 +10,10 @@ from typing import Any
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, text, whole_number
 from pretrain.cluster.hosts.remote import default_transport
-from pretrain.cluster.supervise import launch_command
-from pretrain.cluster.supervise.choose_hosts import SupervisorSettings
-from pretrain.cluster.supervise.supervisor import supervise
 from pretrain.errors import ConfigError
+from pretrain.extensions.supervise import launch_command
+from pretrain.extensions.supervise.choose_hosts import SupervisorSettings
+from pretrain.extensions.supervise.supervisor import supervise
 from pretrain.terminal import print_line
 
 _DEFAULTS = {field.name: field.default for field in fields(SupervisorSettings)}

@@ -16,12 +16,12 @@ from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, read_
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.retention import remove
 from pretrain.errors import ConfigError
-from tests.chaos.__main__ import parse
-from tests.chaos.damage import LinkedData, damage_checkpoint
-from tests.chaos.faults import CHECKPOINT_DAMAGE, KINDS, make_schedule
-from tests.chaos.injector import AppliedFault
-from tests.chaos.results import ChaosResult, count_by_kind
-from tests.chaos.watch import CheckpointLedger, RunWatch
+from tests.extensions.supervise.chaos.__main__ import parse
+from tests.extensions.supervise.chaos.damage import LinkedData, damage_checkpoint
+from tests.extensions.supervise.chaos.faults import CHECKPOINT_DAMAGE, KINDS, make_schedule
+from tests.extensions.supervise.chaos.injector import AppliedFault
+from tests.extensions.supervise.chaos.results import ChaosResult, count_by_kind
+from tests.extensions.supervise.chaos.watch import CheckpointLedger, RunWatch
 from tests.support.launch import ROOT
 from tests.support.rejection import rejection
 

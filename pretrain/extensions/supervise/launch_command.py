@@ -10,22 +10,20 @@ A launch command is any command that starts pretrain/train.py, for example:
 
 import argparse
 import dataclasses
-import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain.cluster.fewer_hosts import HOST_FILTERS, batch_flags, is_one_of
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.launcher_flags import host_flags, split_command_line
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments, read_yaml
-from pretrain.data.token_schedules import recorded_batch_sizes
 from pretrain.errors import ConfigError
 from pretrain.old_names import current_name
 
 _OWN_LAUNCHERS = ("ds-pretrain", "pretrain", "cluster.sh")  # they find train.py's flags without a separator
 _HOSTFILE_LAUNCHERS = (*_OWN_LAUNCHERS, "deepspeed", "mpirun", "mpiexec")  # accept --hostfile
-HOST_FILTERS = ("include", "exclude", "num_nodes", "num_gpus", "exclude_stragglers")
 
 
 def with_separator(command: Sequence[str]) -> list[str]:
@@ -170,39 +168,6 @@ def for_fewer_hosts(command: Sequence[str], hosts: Mapping[str, int], dropped: S
     return [*words, *flags]
 
 
-def batch_flags(ranks: int, previous: Mapping[str, Any]) -> list[str]:
-    """Return the flags of train.py with which `ranks` ranks keep the global batch size of `previous`.
-
-    `previous`: record of run.json. Raises ConfigError if the global batch cannot be divided.
-    """
-    return [f"--gradient_accumulation_steps={accumulation_steps(ranks, previous)}",
-            f"--global_batch_size={previous['batch']['global_batch_size']}"]
-
-
-def check_batch(hosts: Mapping[str, int], previous: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the global batch of `previous` cannot be divided among the ranks of these hosts."""
-    accumulation_steps(sum(hosts.values()), previous)
-
-
-def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
-    """Return the gradient accumulation steps with which `ranks` ranks keep the global batch size of `previous`.
-
-    `previous`: record of run.json. Raises ConfigError if there is no such number.
-    """
-    layout, batch = previous["layout"], previous["batch"]
-    micro_batch, global_batch = batch["micro_batch_size"], batch["global_batch_size"]
-    ranks_per_model = layout["world_size"] // layout["data_parallel_size"]
-    samples_per_accumulation_step = micro_batch * (ranks // ranks_per_model)
-    undivided = [size for _, size in recorded_batch_sizes(previous).stages
-                 if ranks < ranks_per_model or ranks % ranks_per_model or size % samples_per_accumulation_step]
-    if undivided:
-        raise ConfigError(
-            "--min_hosts", problem=f"the {ranks} remaining ranks cannot divide the global batch of {undivided[0]}, "
-            f"with {ranks_per_model} ranks per model and a micro batch of {micro_batch}",
-            remedy="choose slots and a global batch that also work with fewer hosts, or leave --min_hosts out")
-    return int(global_batch // samples_per_accumulation_step)
-
-
 def _with_master(command: list[str], dropped: Sequence[str], first: str) -> list[str]:
     """If --master_addr is a dropped host, replace it by `first`, the first remaining host. Returns the command."""
     master = launcher_host_flags(command).master_addr
@@ -214,24 +179,11 @@ def _with_master(command: list[str], dropped: Sequence[str], first: str) -> list
     return head + command[end:]
 
 
-def is_one_of(host: str, hosts: Iterable[str]) -> bool:
-    """Return whether `host` has the address of one of the hosts; False for ""."""
-    return bool(host) and _address(host) in {_address(other) for other in hosts}
-
-
 def _with_force_multi(command: list[str]) -> list[str]:
     """Add --force_multi to a `deepspeed` command. Without it, `deepspeed` would start a single host's ranks here."""
     launcher = command[:_train_flags_index(command)]
     at = next((at for at, word in enumerate(launcher) if Path(word).name == "deepspeed"), None)
     return command if at is None else [*command[:at + 1], "--force_multi", *command[at + 1:]]
-
-
-def _address(host: str) -> str:
-    """Return the IP address of the host, or its name if that does not resolve."""
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return host
 
 
 def identity(command: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Faults inside the ranks of a chaos run. Python imports this module when a process starts (see the module `site`).
 
-tests/chaos/run.py puts this folder on PYTHONPATH and sets DS_PRETRAIN_CHAOS to a folder with instructions:
+../__main__.py puts this folder on PYTHONPATH, and sets DS_PRETRAIN_CHAOS to a folder with instructions:
 
     bad_steps.json   list of [step, data-parallel rank]: the loss of this step is NaN
     disk_full        while this file exists, checkpoint writes fail with ENOSPC

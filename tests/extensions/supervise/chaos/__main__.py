@@ -1,4 +1,4 @@
-"""Inject random faults into a run: python -m tests.chaos [flags] -- COMMAND...
+"""Inject random faults into a run: python -m tests.extensions.supervise.chaos [flags] -- COMMAND...
 
 COMMAND is any command that starts pretrain/train.py on this host. It runs under the supervisor twice: without faults,
 and with random faults.
@@ -16,21 +16,21 @@ from typing import Any
 
 from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good
 from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, text, whole_number
-from pretrain.cluster.supervise.launch_command import hostfile_of, run_folder, train_flags, with_separator
-from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
-from pretrain.cluster.supervise.supervisor_files import RESTART_LOG
 from pretrain.config.flags.arguments import data_spec
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.data.data_spec import split_words
 from pretrain.errors import FINISHED, REJECTED, ConfigError
+from pretrain.extensions.supervise.launch_command import hostfile_of, run_folder, train_flags, with_separator
+from pretrain.extensions.supervise.supervisor import SupervisorSettings, supervise
+from pretrain.extensions.supervise.supervisor_files import RESTART_LOG
 from pretrain.monitor.read_run_folder import read_rows
-from tests.chaos.damage import LinkedData
-from tests.chaos.faults import KINDS, Schedule, make_schedule
-from tests.chaos.hooks.sitecustomize import VARIABLE
-from tests.chaos.injector import ChaosSettings, FaultInjector
-from tests.chaos.processes import SIGNALS
-from tests.chaos.results import ChaosResult, compared, count_by_kind, state_hash
-from tests.chaos.watch import CheckpointLedger, RunWatch
+from tests.extensions.supervise.chaos.damage import LinkedData
+from tests.extensions.supervise.chaos.faults import KINDS, Schedule, make_schedule
+from tests.extensions.supervise.chaos.hooks.sitecustomize import VARIABLE
+from tests.extensions.supervise.chaos.injector import ChaosSettings, FaultInjector
+from tests.extensions.supervise.chaos.processes import SIGNALS
+from tests.extensions.supervise.chaos.results import ChaosResult, compared, count_by_kind, state_hash
+from tests.extensions.supervise.chaos.watch import CheckpointLedger, RunWatch
 
 RESULT = "chaos.json"
 LONGEST_STEP_TIMEOUT_S = 60.0  # with a longer --step_timeout, each `hang` would take that long
@@ -42,7 +42,7 @@ _HOOKS = Path(__file__).parent / "hooks"
 def parse(words: Sequence[str]) -> ChaosSettings:
     """Validate the flags and the command. Raises ConfigError."""
     end = words.index("--") if "--" in words else len(words)
-    parser = Parser(prog="python -m tests.chaos", usage="%(prog)s [flags] -- COMMAND...",
+    parser = Parser(prog="python -m tests.extensions.supervise.chaos", usage="%(prog)s [flags] -- COMMAND...",
                     description="Runs COMMAND twice under the supervisor, without faults and with random faults, and "
                                 "compares losses and final weights. Never use the folder of a run that matters.",
                     epilog="Kinds of faults: " + "; ".join(f"{name}: {each.about}" for name, each in KINDS.items()))

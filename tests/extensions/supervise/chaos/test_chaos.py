@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.faults import KINDS
-from tests.chaos.results import state_hash
+from tests.extensions.supervise.chaos.faults import KINDS
+from tests.extensions.supervise.chaos.results import state_hash
 from tests.support.launch import LIMIT_S, ROOT, free_port
 from tests.support.supervised import kill_tree
 
@@ -19,15 +19,15 @@ DS_PRETRAIN = ["ds-pretrain", "--num_accelerators", "2"]
 
 def run_chaos(folder: Path, corpus: str, faults: list[str], *, launcher: list[str] = DS_PRETRAIN, config: str,
               timeout: float, **train: Any) -> dict[str, Any]:
-    """Run `python -m tests.chaos` on 2 ranks. Return chaos.json, with the output as "output"."""
+    """Run `python -m tests.extensions.supervise.chaos` on 2 ranks. Return chaos.json, with the output as "output"."""
     values = {"model": "tiny", "model_overrides": "vocab_size=256,n_layer=2,n_embd=64,resid_pdrop=0.1",
               "train_data": corpus, "seq_length": 64, "split": "100,0,0", "micro_batch_size": 2, "learning_rate": 1e-3,
               "deepspeed_config": ROOT / "ds_configs" / f"{config}.json", "save_interval": 4, "keep_checkpoints": 3,
               "async_save": True, "save": folder / "run", **train}
     environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
                "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.chaos", *faults, "--stall_s", str(LIMIT_S), "--", *launcher,
-               *(f"--{name}={value}" for name, value in values.items())]
+    command = [sys.executable, "-m", "tests.extensions.supervise.chaos", *faults, "--stall_s", str(LIMIT_S), "--",
+               *launcher, *(f"--{name}={value}" for name, value in values.items())]
     with open(folder / "log", "w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environ, cwd=folder, start_new_session=True)
         try:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.cluster.fewer_hosts import check_batch
 from pretrain.cluster.hosts.remote import DEFAULT_HEALTH_COMMAND, Transport, default_transport, unhealthy_hosts
-from pretrain.cluster.supervise import launch_command
-from pretrain.cluster.supervise.slow_hosts import LeftOut, choose_without, hosts_to_leave_out
+from pretrain.cluster.slow_hosts import LeftOut, choose_without, hosts_to_leave_out
 from pretrain.errors import ConfigError
+from pretrain.extensions.supervise import launch_command
 from pretrain.monitor.read_run_folder import read_starts
 
 PrintLine = Callable[[str], None]
@@ -83,7 +84,7 @@ def _slow_hosts(settings: SupervisorSettings, hosts: dict[str, int], previous: d
     if not settings.exclude_stragglers or previous is None:
         return {}
     return choose_without(hosts, hosts_to_leave_out(settings.run, hosts), min_hosts=settings.min_hosts or 1,
-                          print_line=print_line, check=lambda rest: launch_command.check_batch(rest, previous))
+                          print_line=print_line, check=lambda rest: check_batch(rest, previous))
 
 
 def newest_run_record(run: Path) -> dict[str, Any] | None:

@@ -12,8 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from pretrain.cluster.supervise.choose_hosts import SupervisorSettings
-from pretrain.cluster.supervise.launch_command import (
+from pretrain.cluster.outcome import RunProgress, classify_exit
+from pretrain.errors import ConfigError
+from pretrain.extensions.supervise.choose_hosts import SupervisorSettings
+from pretrain.extensions.supervise.launch_command import (
     check_can_lose_hosts,
     hostfile_of,
     hosts_of,
@@ -24,10 +26,8 @@ from pretrain.cluster.supervise.launch_command import (
     with_hostfile,
     with_separator,
 )
-from pretrain.cluster.supervise.outcome import RunProgress, classify_exit
-from pretrain.cluster.supervise.supervisor import backoff
-from pretrain.cluster.supervise.supervisor_files import RestartLog
-from pretrain.errors import ConfigError
+from pretrain.extensions.supervise.supervisor import backoff
+from pretrain.extensions.supervise.supervisor_files import RestartLog
 from pretrain.resilience.lease_file import Owner
 from pretrain.resilience.run_lock import LOCK
 from tests.support.launch import ROOT
@@ -366,3 +366,7 @@ def test_only_steps_up_to_the_last_checkpoint_are_productive(tmp_path: Path) -> 
     # the last checkpoint (step 22) is newer than the last row (step 20)
     assert RestartLog(tmp_path).productive_seconds(RunProgress([], steps, 0, 22)) == 9 + 9 + 12 * 2
     assert RestartLog(tmp_path).productive_seconds(RunProgress([], [], 5, 5)) == 0
+
+
+def test_old_names_of_flags_are_read_from_the_command() -> None:
+    assert run_setting(["train.py", "--exit_at_step", "9"], "exit_step") == "9"

@@ -10,11 +10,11 @@ from pathlib import Path
 from random import Random
 
 from pretrain.monitor.read_run_folder import read_events
-from tests.chaos import processes
-from tests.chaos.damage import LinkedData, damage_checkpoint, damage_latest
-from tests.chaos.faults import CHECKPOINT_DAMAGE, KINDS, Fault, Schedule
-from tests.chaos.processes import NotAppliedError
-from tests.chaos.watch import CheckpointLedger, RunWatch
+from tests.extensions.supervise.chaos import processes
+from tests.extensions.supervise.chaos.damage import LinkedData, damage_checkpoint, damage_latest
+from tests.extensions.supervise.chaos.faults import CHECKPOINT_DAMAGE, KINDS, Fault, Schedule
+from tests.extensions.supervise.chaos.processes import NotAppliedError
+from tests.extensions.supervise.chaos.watch import CheckpointLedger, RunWatch
 
 _POLL_S = 0.1
 _LAUNCH_S = 4.0  # from a start to its first step, on an idle machine

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from pretrain.cluster.supervise.outcome import RunProgress
-from pretrain.cluster.supervise.patient_reads import read_patiently
+from pretrain.cluster.outcome import RunProgress
+from pretrain.cluster.patient_reads import read_patiently
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import Goodput, newest_path
 from pretrain.resilience.lease_file import Owner, read_lease

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.cluster.supervise.patient_reads import read_patiently
+from pretrain.cluster.patient_reads import read_patiently
 from pretrain.errors import ConfigError, counted, printable, shorten
 from pretrain.monitor.read_run_folder import is_number, read_events
 from pretrain.paths import replace_file
