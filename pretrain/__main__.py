@@ -89,7 +89,7 @@ def _without_extension(words: list[str]) -> list[str]:
         return words
     if rest[0] in COMMANDS:
         return [rest[0], "--extension", *specs, *rest[1:]]
-    from pretrain.extension import activate
+    from pretrain.active_extensions import activate
 
     for spec in specs:
         activate(spec)

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
 
     restart_with_jemalloc()
 
+from pretrain.active_extensions import around_run, prepare_extensions
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
@@ -29,7 +30,7 @@ from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.deterministic import operator_without_variant
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, ConfigError, CorruptionError, GuardError, SaveError
-from pretrain.extension import RANK_0, around_run, prepare_extensions
+from pretrain.extension import RANK_0
 from pretrain.remote import StoreError
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import RankGuards, TimeOuts, rank_guards

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pretrain.active_extensions import callbacks_of, request_files
 from pretrain.callback import Callback, Callbacks, Run, Trial
 from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data, verify_weights
@@ -33,9 +34,7 @@ from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
 from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
-from pretrain.extension import callbacks_of, request_files
-from pretrain.monitor.announce import EARLY_STOP, announce_start
-from pretrain.monitor.batch_ramp import BatchRamp
+from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
 from pretrain.monitor.write_run_folder import RunFolder

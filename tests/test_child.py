@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.active_extensions import BUILT_IN_EXTENSIONS
 from pretrain.checkpoint.save.background import WRITER_MODULE, BackgroundWriter
 from pretrain.child import child_command
 from pretrain.cluster.hosts.remote import DEFAULT_HEALTH_COMMAND, call_probe, local_transport
@@ -22,7 +23,6 @@ from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.token_files.hashes import BackgroundHash
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.distributed.process import PROGRAM, ROOT
-from pretrain.extension import BUILT_IN_EXTENSIONS
 from pretrain.memory.measure.measure_run import RANK_MODULE
 from tests.data.prepare.test_worker_pool import make_square
 from tests.support.cases import config, flags

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.active_extensions import advice_on, problems
 from pretrain.analysis.crashes import events_and_crashes
 from pretrain.analysis.run_table import RunTable, as_float, kept_rows, number_or_none
 from pretrain.errors import GUARD, listed, named, printable, shorten
-from pretrain.extension import Problem, advice_on, problems
+from pretrain.extension import Problem
 from pretrain.resilience.lease_file import read_lease
 from pretrain.resilience.run_lock import LOCK
 

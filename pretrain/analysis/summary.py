@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import results_of_steps
 from pretrain.analysis.incidents import Incident, incident_lines, incidents_of
 from pretrain.analysis.run_curve import Comparison, expected_of_run, hints_of, newest_comparison
 from pretrain.analysis.run_table import RunTable
@@ -14,7 +15,6 @@ from pretrain.cli import Parser, path
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.errors import ConfigError, printable
-from pretrain.extension import results_of_steps
 from pretrain.monitor.curve import Hint
 from pretrain.monitor.read_run_folder import is_number, newest_path, newest_start, read_metrics, read_rows
 from pretrain.remote import is_url

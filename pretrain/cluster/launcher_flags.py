@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pretrain.active_extensions import for_each_extension
 from pretrain.cli import LONGEST_SECONDS, Parser, number, whole_number
-from pretrain.extension import for_each_extension
 
 _PORT, _COUNT = whole_number(1, 65535), whole_number(1, 100_000)
 _SECONDS = number(0, LONGEST_SECONDS)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from pretrain.active_extensions import around_run
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import say
 from pretrain.cluster.hosts.hostfile import choose_hosts, hosts_from_flags
@@ -24,7 +25,7 @@ from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import PROGRAM, ROOT, free_port, port_is_free
 from pretrain.distributed.tcp_store import secret_variable
 from pretrain.errors import CRASHED, ConfigError, counted
-from pretrain.extension import LAUNCHER, around_run
+from pretrain.extension import LAUNCHER
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start, release_of_dead_owner

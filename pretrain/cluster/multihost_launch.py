@@ -15,8 +15,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pretrain.active_extensions import around_run, secret_variables
 from pretrain.checkpoint.load.start import Start, check_start
-from pretrain.cli import run_main, say
+from pretrain.cli import OWNED, run_main, say
 from pretrain.cluster.fewer_hosts import HOST_FILTERS, batch_flags, check_batch, is_one_of
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.multihost_job import MultihostJob, run_job
@@ -45,7 +46,7 @@ from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.process import PROGRAM
 from pretrain.distributed.world import DEFAULT_MASTER_PORT, world_from_environment
 from pretrain.errors import REJECTED, ConfigError, counted
-from pretrain.extension import LAUNCHER, OWNED, around_run, secret_variables
+from pretrain.extension import LAUNCHER
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.monitor.read_run_folder import newest_start
 from pretrain.resilience.launcher_watch import launcher_variable

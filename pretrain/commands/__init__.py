@@ -6,8 +6,9 @@ theirs.
 
 from dataclasses import replace
 
+from pretrain.active_extensions import for_each_extension
 from pretrain.errors import ConfigError
-from pretrain.extension import Command, Extension, for_each_extension
+from pretrain.extension import Command, Extension
 
 _HERE = __name__
 _RUN, _BEFORE, _DATA, _AFTER, _WEIGHTS, _FILES = (

@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 
+from pretrain.active_extensions import prepare_extensions
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check, before_check
@@ -18,7 +19,6 @@ from pretrain.config.schedule import rates_text, schedule_text
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError, counted
-from pretrain.extension import prepare_extensions
 from pretrain.memory.hardware import find_gpu
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.memory.step_time.kernel_time import more_flops

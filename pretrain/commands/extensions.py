@@ -6,8 +6,9 @@
 
 import importlib.util
 
+from pretrain.active_extensions import activate, extensions
 from pretrain.cli import Parser
-from pretrain.extension import Extension, activate, extensions
+from pretrain.extension import Extension
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from pretrain.active_extensions import extensions
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.cli import Parser
 from pretrain.cluster.launcher_flags import RANK_COMMANDS
@@ -21,7 +22,7 @@ from pretrain.config.ds_json.schema import REMOVED, TREE, Key, Tree
 from pretrain.config.flags.arguments import OVERRIDES
 from pretrain.config.flags.parse import run_parser
 from pretrain.errors import EXIT_CODES
-from pretrain.extension import Extension, extensions
+from pretrain.extension import Extension
 from pretrain.monitor.rows import EVALUATION_ROW, EVENTS, OPTIONAL_KEYS, TRAINING_ROW
 
 _KEY_HEADER = ("key", "value, or why it is rejected or has no effect")

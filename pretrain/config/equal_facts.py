@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from pretrain import __version__
+from pretrain.active_extensions import extensions
 from pretrain.cli import path_text
 from pretrain.config.flags.arguments import FLAGS, RunArguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import requirements
 from pretrain.distributed.world import World
-from pretrain.extension import BUILT_IN, extensions
+from pretrain.extension import BUILT_IN
 
 # flags that one rank or one host uses
 OWN_FLAGS = ("note", "trackio", "peak_tflops", "deepspeed_log_level", "local_rank", "data_cache", "data_cache_gb",

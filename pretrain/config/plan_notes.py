@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+from pretrain.active_extensions import notes_of_extensions
 from pretrain.config.plan import Plan
 from pretrain.config.rate_notes import rate_notes
 from pretrain.config.schedule import rate_factor
@@ -14,7 +15,6 @@ from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.errors import format_number
-from pretrain.extension import notes_of_extensions
 from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
 from pretrain.model.own_models import is_model_code

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from pretrain.active_extensions import inputs_of_extensions, rules_of
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_flags
@@ -25,7 +26,6 @@ from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements
 from pretrain.errors import ConfigError
-from pretrain.extension import inputs_of_extensions, rules_of
 from pretrain.model.own_models import import_own_model
 
 

@@ -2,8 +2,8 @@
 
 import socket
 
+from pretrain.active_extensions import advice_on
 from pretrain.errors import CRASHED, ConfigError
-from pretrain.extension import advice_on
 
 _NUMBERS = 1000
 

@@ -4,11 +4,11 @@ import os
 import re
 from pathlib import Path
 
+from pretrain.active_extensions import advice_on
 from pretrain.distributed.device import VISIBLE
 from pretrain.distributed.process import is_out_of_memory
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
-from pretrain.extension import advice_on
 
 _OWN_CONTEXT_BYTES = 2**30  # what this process and the driver hold may be half of it
 

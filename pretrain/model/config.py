@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import extensions
 from pretrain.errors import ConfigError, shorten
-from pretrain.extension import extensions
 from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config_keys import (
     NotTrainedHereError,

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from pretrain.extension import extensions
+from pretrain.active_extensions import extensions
 from pretrain.model.description import ModelConfig
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from pretrain.extension import extensions
+from pretrain.active_extensions import extensions
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

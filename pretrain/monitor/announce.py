@@ -1,4 +1,4 @@
-"""Reports of a run's start and its end, in run.json, in events.jsonl and on the terminal."""
+"""Reports of a run's start, its batch size and its end, in run.json, in events.jsonl and on the terminal."""
 
 import os
 import shlex
@@ -12,6 +12,8 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
+from pretrain.active_extensions import advice_on, extensions, records_of_extensions
+from pretrain.callback import Callback, Run
 from pretrain.cli import next_line
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.layout import Layout
@@ -22,7 +24,6 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.engine.layer_times import layer_times_record
 from pretrain.errors import GUARD, GuardError, format_number
-from pretrain.extension import advice_on, extensions, records_of_extensions
 from pretrain.model.config import ModelConfig
 from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.environment import (
@@ -203,3 +204,20 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
         screen.line(f"stopped by {stopped_by}: saved global_step{step}; {remedy}the same command continues")
     else:
         screen.line(f"stopped by --exit_step: saved global_step{step} of {plan.train_steps} steps in {plan.args.save}")
+
+
+class BatchRamp(Callback):
+    """Reports each change of the global batch size once, also if a resume lies just before it."""
+
+    order = 5
+
+    def __init__(self) -> None:
+        self._last: int | None = None  # batch size of the last step
+
+    def begin_step(self, run: Run) -> None:
+        sizes, position = run.plan.length.batch_sizes, run.consumed_samples
+        before = sizes.ending_at(position) if self._last is None else self._last
+        size = self._last = sizes.at(position)
+        if size != before and run.step > 1:
+            run.event("batch", global_batch_size=size, before=before, consumed_samples=position)
+            run.screen.line(f"step {run.step}: the global batch grows from {before} to {size} samples")

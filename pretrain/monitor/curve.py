@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.active_extensions import extensions
 from pretrain.errors import ConfigError
-from pretrain.extension import extensions
 from pretrain.monitor.noise import NORMAL_MAD
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 
 from pretrain import __version__
+from pretrain.cli import OWNED
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.distributed.device import cpu_name
-from pretrain.extension import OWNED
 from pretrain.remote import without_credentials
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.extension import extensions
+from pretrain.active_extensions import extensions
 
 
 @dataclass(frozen=True)

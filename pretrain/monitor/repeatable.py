@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import extensions
 from pretrain.cli import path_text
 from pretrain.config.flags.arguments import DEFAULTS, FLAGS
-from pretrain.extension import extensions
 
 _REPEATED_FLAGS = """
     init_from train_data valid_data test_data blend_schedule split sample_order packing dataset_args first_sample

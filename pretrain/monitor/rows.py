@@ -3,7 +3,7 @@
 "Over the steps" means over all steps since the last row; means and maxima over ranks are over all ranks of the run.
 """
 
-from pretrain.extension import for_each_extension
+from pretrain.active_extensions import for_each_extension
 
 # key -> (unit, definition); those of extensions follow
 TRAINING_ROW = {

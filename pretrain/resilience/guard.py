@@ -10,6 +10,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
+from pretrain.active_extensions import advice_on
 from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.engine.attachments import attachments
@@ -17,7 +18,6 @@ from pretrain.engine.spikes import Spike
 from pretrain.engine.steps import global_grad_norm, loss_scale, skipped_steps
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, begin_skipped_update
 from pretrain.errors import GuardError
-from pretrain.extension import advice_on
 from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.extension import BUILT_IN, extensions
+from pretrain.active_extensions import extensions
+from pretrain.extension import BUILT_IN
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT
 

@@ -8,7 +8,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-from pretrain.extension import BUILT_IN_EXTENSIONS, extensions
+from pretrain.active_extensions import BUILT_IN_EXTENSIONS, extensions
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT
 

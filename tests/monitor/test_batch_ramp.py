@@ -7,7 +7,7 @@ import pytest
 
 from pretrain.callback import Run
 from pretrain.data.token_schedules import BatchSizes, fixed_batch
-from pretrain.monitor.batch_ramp import BatchRamp
+from pretrain.monitor.announce import BatchRamp
 from pretrain.monitor.read_run_folder import read_rows
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen

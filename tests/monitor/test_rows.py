@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from pretrain.extension import extensions
+from pretrain.active_extensions import extensions
 from pretrain.monitor.rows import EVENTS
 from tests.support.launch import ROOT
 

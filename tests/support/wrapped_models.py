@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pretrain.extension import extensions
+from pretrain.active_extensions import extensions
 from pretrain.model.own_models import transformers_config
 
 ARE_WRAPPED = any(each.models for each in extensions())  # each extension can be left out

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from shlex import quote
 
-from pretrain.extension import run_files
+from pretrain.active_extensions import run_files
 from tests.wrong_inputs.case import DEEP, LONG, TRAIN, Case, case_of, of_extensions
 from tests.wrong_inputs.world import HF_MODEL, safetensors_of
 

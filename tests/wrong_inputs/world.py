@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.active_extensions import run_files
 from pretrain.checkpoint.format.hashed_files import FileRecord
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.load.hf_folder import header_bytes
 from pretrain.data.token_files.writer import IndexedWriter
-from pretrain.extension import run_files
 from pretrain.model.config import model_config_from
 from pretrain.model.hf_names import tensor_rules
 from tests.wrong_inputs.case import of_extensions

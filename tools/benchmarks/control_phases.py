@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from pretrain.active_extensions import request_files
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
 from pretrain.checkpoint.format.run_checkpoints import parse_manifest
 from pretrain.checkpoint.format.shard_index import index_name
@@ -31,7 +32,6 @@ from pretrain.cluster.hosts import preflight, probe, remote
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import cpu_device
-from pretrain.extension import request_files
 from pretrain.monitor.environment import host_record
 from pretrain.monitor.training_row import gather_ranks
 from pretrain.monitor.write_run_folder import RunFolder

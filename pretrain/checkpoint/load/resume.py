@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pretrain.active_extensions import extensions
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, tokenizer_fingerprint
 from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good, parse_head, read_manifest
 from pretrain.checkpoint.load.changes import changes_of, continued_schedule
@@ -26,7 +27,6 @@ from pretrain.config.model_of_run import Branch, check_same_parameters, reject_i
 from pretrain.config.plan import Plan
 from pretrain.config.run_length import RunLength
 from pretrain.errors import ConfigError
-from pretrain.extension import extensions
 from pretrain.model.config import model_config_from
 from pretrain.monitor.read_run_folder import newest_start
 

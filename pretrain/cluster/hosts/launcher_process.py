@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
+from pretrain.active_extensions import BUILT_IN_EXTENSIONS
 from pretrain.checkpoint.save.background import WRITER_MODULE
 from pretrain.cli import say
 from pretrain.cluster.hosts.probe import can_save, command_line
-from pretrain.extension import BUILT_IN_EXTENSIONS
 from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
 _PR_SET_CHILD_SUBREAPER = 36  # option of prctl(2)

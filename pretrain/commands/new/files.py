@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import advice_on
 from pretrain.commands.new.answers import Data, ModelOfRun, TokenizerOfRun
 from pretrain.commands.next_command import LISTED
 from pretrain.config.flags.arguments import RunArguments
@@ -14,7 +15,6 @@ from pretrain.config.layout import Layout
 from pretrain.config.size_defaults import SizeDefaults
 from pretrain.config.write_yaml import comment_line, yaml_entry
 from pretrain.errors import counted, format_number, one_line
-from pretrain.extension import advice_on
 from pretrain.memory.compare.compare import ComparisonRow, Cost, cost_lines, run_cost, tokens_text
 from pretrain.memory.footprint import in_unit
 from pretrain.memory.hardware import Cluster

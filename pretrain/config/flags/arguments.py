@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pretrain.active_extensions import for_each_extension, types_of
 from pretrain.cli import LONGEST_SECONDS, path_text
 from pretrain.config.flags.flag import Flag, Group, tokens
 from pretrain.config.schedule import DECAY_SHAPES, KINDS, LR_SCALINGS
 from pretrain.data.data_spec import DataSpec, parse_data_spec
 from pretrain.errors import ConfigError
-from pretrain.extension import Extension, for_each_extension, types_of
+from pretrain.extension import Extension
 from pretrain.model.init_methods import INIT_METHODS
 from pretrain.model.recompute import PARTS
 from pretrain.old_names import OLD_NAMES

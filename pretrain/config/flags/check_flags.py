@@ -5,11 +5,11 @@ import os
 import re
 from pathlib import Path
 
+from pretrain.active_extensions import check_extensions, run_files
 from pretrain.config.flags.arguments import FLAGS, LONGEST_NOTE, RunArguments
 from pretrain.config.flags.overrides import named_overrides
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS
 from pretrain.errors import ConfigError, shorten
-from pretrain.extension import check_extensions, run_files
 from pretrain.paths import check_folder, check_outside_runs
 from pretrain.remote import check_protocol, is_url
 

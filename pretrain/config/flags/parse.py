@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 import yaml
 
+from pretrain.active_extensions import activate
 from pretrain.cli import Parser, note_old_name, text, unknown_flag
 from pretrain.config.flags.arguments import FLAGS, TYPES, RunArguments, arguments_of, data_spec
 from pretrain.config.other_programs import hint_for
 from pretrain.errors import ConfigError, shorten
-from pretrain.extension import activate
 from pretrain.old_names import current_name
 from pretrain.stored_json import read_settings
 

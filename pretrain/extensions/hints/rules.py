@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pretrain.active_extensions import advice_on
 from pretrain.config.schedule import KINDS
 from pretrain.errors import format_number
-from pretrain.extension import advice_on
 from pretrain.monitor.curve import Curve, Facts, Hint
 from pretrain.monitor.noise import Estimate, level, line
 

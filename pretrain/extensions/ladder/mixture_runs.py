@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
+from pretrain.active_extensions import extensions
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import say
 from pretrain.commands.small_runs import RUN_YAML, VALID, Run, read_curve, train_runs
 from pretrain.config.flags.parse import read_yaml
 from pretrain.data.data_spec import DataSpec, absolute_words, parse_data_spec
 from pretrain.errors import ConfigError
-from pretrain.extension import extensions
 from pretrain.extensions.ladder.expected_curve import LEVEL
 from pretrain.extensions.ladder.mixture_law import (
     MixtureLaw,

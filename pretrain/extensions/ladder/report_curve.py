@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.active_extensions import advice_on
 from pretrain.callback import Callback, Run
-from pretrain.extension import advice_on
 from pretrain.extensions.ladder.band import ABOVE, BELOW
 from pretrain.extensions.ladder.curve_watch import Change, CurveWatch
 from pretrain.extensions.ladder.expected_curve import OFF_CURVE, ON_CURVE, Target

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from pretrain.active_extensions import extensions
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import say
 from pretrain.commands.small_runs import RUN_YAML
@@ -23,7 +24,6 @@ from pretrain.data.data_spec import absolute_words, names_of_split
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError, listed
-from pretrain.extension import extensions
 from pretrain.extensions.ladder.expected_curve import counted_parameters
 
 STANDARD, MUP = "standard", "mup"

@@ -8,11 +8,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pretrain.cli import chosen
+from pretrain.cli import OWNED, chosen
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.world import world_from_environment
 from pretrain.errors import ConfigError, require_package
-from pretrain.extension import OWNED
 from pretrain.extensions.notify.extension import KINDS, Notify
 
 LOOPBACK = "127.0.0.1"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pretrain.extension import advice_on
+from pretrain.active_extensions import advice_on
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import extensions
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.config.auto_values import NVME_PATH_VARIABLE
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.distributed.process import PROGRAM
 from pretrain.errors import ConfigError, listed, printable
-from pretrain.extension import extensions
 from pretrain.extensions.replay.extension import Replay as Flags
 from pretrain.extensions.replay.order import ReplayOrder
 from pretrain.extensions.replay.question import RECOMPUTATION, Replay, read_replay

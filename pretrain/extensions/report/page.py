@@ -15,8 +15,8 @@ from string import Template
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from pretrain.active_extensions import extensions
 from pretrain.errors import ConfigError
-from pretrain.extension import extensions
 from pretrain.extensions.report.page_data import ShownRun, page_data, state_of
 from pretrain.paths import replace_file
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.active_extensions import extensions
 from pretrain.analysis.crashes import events_and_crashes
 from pretrain.analysis.incidents import incidents_of
 from pretrain.analysis.run_curve import expected_curve, hints_of, newest_comparison
@@ -20,7 +21,7 @@ from pretrain.analysis.run_table import (
     number_or_none,
 )
 from pretrain.errors import escape_controls
-from pretrain.extension import Section, extensions
+from pretrain.extension import Section
 from pretrain.extensions.report.compare import as_text, changes_between, differences, run_names, settings
 from pretrain.extensions.report.reduce import as_numbers, reduce_rows, reduce_segments
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pretrain.active_extensions import advice_on
 from pretrain.config.model_of_run import initialization_of
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch, tokens_of, wrong_labels
@@ -18,7 +19,6 @@ from pretrain.data.source_facts import source_facts
 from pretrain.distributed.collectives import gather
 from pretrain.engine.layer_hooks import layers_of
 from pretrain.engine.steps import eval_batch, train_batch
-from pretrain.extension import advice_on
 from pretrain.extensions.sanity.batches import half_labels, only_at, with_labels, with_tokens
 from pretrain.extensions.sanity.checked_engine import CheckedEngine
 from pretrain.extensions.sanity.result import Result, not_made

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pretrain.active_extensions import advice_on
 from pretrain.errors import format_number, named, printable
-from pretrain.extension import advice_on
 from pretrain.monitor.read_run_folder import is_number
 
 SLOW_RANK = "slow_rank"  # the events

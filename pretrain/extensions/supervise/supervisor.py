@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pretrain.active_extensions import around_run
 from pretrain.checkpoint.format.run_checkpoints import newest_step
 from pretrain.cluster.hosts.launcher_process import (
     SignalRecorder,
@@ -29,7 +30,7 @@ from pretrain.cluster.outcome import (
 from pretrain.cluster.patient_reads import read_patiently
 from pretrain.cluster.slow_hosts import record_start
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
-from pretrain.extension import SUPERVISOR, around_run
+from pretrain.extension import SUPERVISOR
 from pretrain.extensions.supervise import launch_command
 from pretrain.extensions.supervise.choose_hosts import (
     HostChoice,

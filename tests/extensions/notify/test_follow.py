@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pretrain.active_extensions import around_run
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
-from pretrain.extension import LAUNCHER, RANK_0, around_run
+from pretrain.extension import LAUNCHER, RANK_0
 from pretrain.extensions.notify.extension import KINDS, Notify
 from pretrain.extensions.notify.messages import RunState
 from pretrain.extensions.notify.metrics_server import metric_names

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pretrain import extension
+from pretrain import active_extensions
 from pretrain.analysis.summary import save_loss_plot
+from pretrain.extension import Extension
 from pretrain.monitor.expected import Expectation, Expected
 from pretrain.monitor.read_run_folder import newest_path, read_metrics
 from tests.extensions.report.runs import DRAWN, open_report, watching
@@ -107,9 +108,9 @@ def test_expected_losses_are_a_band_in_the_charts_of_the_losses(browser: Browser
         step = tokens / 16384
         return Expected(9 - step / 20, 8.5 - step / 20, 9.5 - step / 20) if 3 <= step <= 100 else None
 
-    expecting = extension.Extension("expecting", "Expects losses.", expectation=lambda start, events: (
+    expecting = Extension("expecting", "Expects losses.", expectation=lambda start, events: (
         Expectation(at, "too high") if start.get("expects") else None))
-    monkeypatch.setitem(extension._found, "expecting", expecting)
+    monkeypatch.setitem(active_extensions._found, "expecting", expecting)
     folder = write_run(tmp_path / "expected", rows_of([*range(1, 61)]),
                        [event("off_curve", 40, "the loss is above", side="above")], [record(expects=True)])
     plain = write_run(tmp_path / "plain", rows_of([1, 2, 3]))

@@ -1,0 +1,233 @@
+"""The extensions of this process: where they are found, how --extension adds one, and what all of them bring."""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import os
+import typing
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.cli import OWNED, say
+from pretrain.errors import ConfigError, shorten
+from pretrain.extension import API, BUILT_IN, Extension, Problem, RequestFile
+from pretrain.own_code import described, import_own_module
+from pretrain.paths import RUN_FILES
+
+if TYPE_CHECKING:
+    from pretrain.callback import Callback
+    from pretrain.config.flags.arguments import RunArguments
+    from pretrain.config.layout_rules import Rule
+    from pretrain.config.plan import Plan
+
+ENTRY_POINTS = "ds_pretrain.extensions"
+BUILT_IN_EXTENSIONS = "pretrain.extensions"
+
+_found: dict[str, Extension] = {}  # of this process: built-in ones, installed ones, then those that `activate` adds
+_listeners: list[Callable[[Extension], None]] = []
+_is_searched = False
+
+
+def extensions() -> list[Extension]:
+    """Return all extensions of this process. While they are being found, those found so far."""
+    _find()
+    return list(_found.values())
+
+
+def for_each_extension(call: Callable[[Extension], None]) -> None:
+    """Call a function with each extension, now or when it is found. It raises ConfigError for one that does not fit."""
+    _listeners.append(call)
+    for name, each in list(_found.items()):
+        try:
+            call(each)
+        except ConfigError as error:
+            if each.origin == BUILT_IN:
+                raise
+            del _found[name]
+            _leave_out(f"extension {name}", error)
+    _find()
+
+
+def _leave_out(where: str, error: Exception) -> None:
+    """Say that an installed extension is not used: it must not end programs that do not need it."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"warning: the {where} is left out: {error if isinstance(error, ConfigError) else described(error)}")
+
+
+def _find() -> None:
+    """Find built-in and installed extensions. Their modules may import others that ask for extensions."""
+    global _is_searched
+    if _is_searched:
+        return
+    _is_searched = True
+    folder = Path(__file__).parent / "extensions"
+    for path in sorted(folder.glob("*/extension.py")):
+        module = f"{BUILT_IN_EXTENSIONS}.{path.parent.name}.extension"
+        _add(importlib.import_module(module).EXTENSION, module, BUILT_IN)
+    for entry in entry_points(group=ENTRY_POINTS):
+        where = f"extension {entry.name} of the package {entry.dist.name if entry.dist else 'unknown'}"
+        origin = f"package {entry.dist.name} {entry.dist.version}" if entry.dist else where
+        try:
+            _add(entry.load(), entry.module, origin, where)
+        except Exception as error:
+            _leave_out(where, error)
+
+
+def activate(spec: str) -> Extension:
+    """Add the extension that --extension names as module:NAME. Returns it. Raises ConfigError."""
+    where = f"--extension {shorten(spec)}"
+    module, colon, name = spec.partition(":")
+    if not module or not colon or not name.isidentifier():
+        raise ConfigError("--extension", found=shorten(spec), expected="a module and a name in it, such as "
+                          "my_module:EXTENSION")
+    found = getattr(import_own_module(module, where), name, None)
+    _find()
+    if isinstance(found, Extension) and found == _declared(_found.get(found.name)):
+        return _found[found.name]
+    return _add(found, module, f"--extension {spec}", where)
+
+
+def _declared(extension: Extension | None) -> Extension | None:
+    """Return an extension as its module declares it."""
+    return None if extension is None else dataclasses.replace(extension, module="", origin=BUILT_IN)
+
+
+def _add(declared: Any, module: str, origin: str, where: str = "") -> Extension:
+    """Add an extension. Raises ConfigError for one that cannot be used with those that are there."""
+    where = where or module
+    if not isinstance(declared, Extension):
+        raise ConfigError(where, found=f"a {type(declared).__name__}", expected="an Extension of pretrain.extension")
+    if declared.api > API:
+        raise ConfigError(where, problem=f"it was written for version {declared.api} of the interface, and this "
+                          f"ds-pretrain has version {API}", remedy="install a newer ds-pretrain")
+    if declared.name in _found:
+        raise ConfigError(where, problem=f"there is another extension with the name {declared.name} "
+                          f"({_found[declared.name].origin})", remedy="leave one of them out")
+    for name, flags in ((name, each.flags) for name, each in _found.items()):
+        if both := sorted(flags.keys() & declared.flags.keys()):
+            raise ConfigError(where, problem=f"the extension {name} also has the flag --{both[0]}",
+                              remedy="leave one of them out")
+    extension = dataclasses.replace(declared, module=module, origin=origin)
+    for call in _listeners:
+        call(extension)
+    _found[declared.name] = extension
+    return extension
+
+
+def types_of(extension: Extension) -> dict[str, Any]:
+    """Return the types of the flags of an extension by name."""
+    return typing.get_type_hints(extension.settings) if extension.settings is not None else {}
+
+
+def check_extensions(args: "RunArguments") -> None:
+    """Raise ConfigError for flags of extensions that cannot be used."""
+    for each in extensions():
+        if not each.is_used(args):
+            continue
+        for module in each.requires:
+            if importlib.util.find_spec(module) is None:
+                raise ConfigError(f"extension {each.name}", problem=f"the package of {module} is not installed",
+                                  remedy="install it with pip")
+        if check := each.function("check"):
+            check(args)
+
+
+def problems() -> dict[str, Problem]:
+    """Return the problems of all extensions by event. `describe` is a function, or ""."""
+    return {event: dataclasses.replace(problem, describe=each.load(problem.describe))
+            if isinstance(problem.describe, str) and problem.describe else problem
+            for each in extensions() for event, problem in each.problems.items()}
+
+
+def callbacks_of(plan: "Plan") -> "list[Callback]":
+    """Return the callbacks of all extensions that the run uses."""
+    return [callback for each in extensions() if each.is_used(plan.args) and (make := each.function("callbacks"))
+            for callback in make(plan)]
+
+
+def rules_of(plan: "Plan") -> "Iterator[Rule]":
+    """Yield the rules of all extensions that the run uses."""
+    for each in extensions():
+        if each.is_used(plan.args) and (rules := each.function("rules")):
+            yield from rules(plan)
+
+
+def inputs_of_extensions(plan: "Plan") -> dict[str, Any]:
+    """Return what the extensions that the run uses read for it, by their names. Raises ConfigError."""
+    return {each.name: read(plan) for each in extensions()
+            if each.is_used(plan.args) and (read := each.function("inputs"))}
+
+
+def prepare_extensions(plan: "Plan") -> None:
+    """Call `prepare` of all extensions that the run uses. Raises ConfigError."""
+    for each in extensions():
+        if each.is_used(plan.args) and (prepare := each.function("prepare")):
+            prepare(plan)
+
+
+def records_of_extensions(plan: "Plan") -> dict[str, Any]:
+    """Return the keys that all extensions add to the record of a start."""
+    return {key: value for each in extensions() if each.is_used(plan.args) and (record := each.function("record"))
+            for key, value in record(plan).items()}
+
+
+def run_files() -> tuple[str, ...]:
+    """Return the names of the files that a run may write into its folder."""
+    return (*RUN_FILES, *(name for each in extensions() for name in each.files))
+
+
+def request_files(args: "RunArguments") -> dict[str, RequestFile]:
+    """Return the files by which a user can ask something of the extensions that the run uses: equal on all ranks."""
+    return dict(sorted((name, file) for each in extensions() if each.is_used(args)
+                       for name, file in each.requests.items()))
+
+
+def advice_on(situation: str) -> list[str]:
+    """Return what extensions advise: at an event, a hint, or another situation such as "no_update"."""
+    return [each.advice[situation] for each in extensions() if situation in each.advice]
+
+
+def results_of_steps(run: Path) -> list[tuple[int, str]]:
+    """Return what extensions have found out about steps of a run: step, result."""
+    return [result for each in extensions() if (results := each.function("results")) for result in results(run)]
+
+
+def notes_of_extensions(plan: "Plan") -> list[str]:
+    """Return the notes of all extensions about a plan."""
+    return [note for each in extensions() if each.is_used(plan.args) and (notes := each.function("notes"))
+            for note in notes(plan)]
+
+
+def secret_variables(args: "RunArguments") -> set[str]:
+    """Return the names of environment variables that only the owner of a start may see."""
+    return {name for each in extensions() if each.is_used(args) and (secrets := each.function("secrets"))
+            for name in secrets(args)}
+
+
+@contextlib.contextmanager
+def around_run(args: "RunArguments | None", owner: str, *, active: bool = True) -> Iterator[Callable[[int], None]]:
+    """Enter the contexts of all extensions that the run uses. Yields a function that takes the exit code of the run.
+
+    The block, and the processes that it starts, see no secret variables.
+
+    Args:
+        active: whether this process may own the start.
+    """
+    owns = active and args is not None and not os.environ.get(OWNED)
+    with contextlib.ExitStack() as stack:
+        reports = [stack.enter_context(enter(args, owner, active=owns)) for each in extensions()
+                   if args is not None and each.is_used(args) and (enter := each.function("around"))]
+
+        def report_all(code: int) -> None:
+            for report in reports:
+                report(code)
+
+        if owns:
+            os.environ[OWNED] = "1"
+            stack.callback(os.environ.pop, OWNED, None)
+        for name in secret_variables(args) & os.environ.keys() if args is not None else ():
+            stack.callback(os.environ.__setitem__, name, os.environ.pop(name))
+        yield report_all
