@@ -174,6 +174,13 @@ def records_of_extensions(plan: "Plan") -> dict[str, Any]:
             for key, value in record(plan).items()}
 
 
+def extend_parser(command: str, parser: Any) -> None:
+    """Let extensions add to the parser of a subcommand, or subcommands to its subparsers."""
+    for each in extensions():
+        if command in each.extends:
+            each.load(each.extends[command])(parser)
+
+
 def run_files() -> tuple[str, ...]:
     """Return the names of the files that a run may write into its folder."""
     return (*RUN_FILES, *(name for each in extensions() for name in each.files))

@@ -140,6 +140,8 @@ class Extension:
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
+    # subcommand -> "module:function": (its parser, or the subparsers of one that has them) -> None, adds to it
+    extends: Mapping[str, str] = field(default_factory=dict)
     requests: Mapping[str, RequestFile] = field(default_factory=dict)  # by the names of the files
     files: tuple[str, ...] = ()  # in the run folder, that `RunFolder.append` writes
     # title -> key of these rows -> unit and definition: for `ds-pretrain reference metrics`

@@ -120,8 +120,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "--gradient_accumulation_steps $((16 / m)) --train_steps 8 --save runs/accumulation-$m; done; $run "
         "--num_accelerators 2 --deepspeed_config zero0_fp32 --micro_batch_size 8 --train_steps 8 --save "
         "runs/accumulation-2-ranks"),
-    "its data is eleven copies of another; tests/data/overlap/test_overlap.py searches smaller data": (
-        "time ds-pretrain data overlap data/copies --against runs/quickstart/corpus/valid.jsonl --workers 1",),
     "needs GPUs": (
         "ds-pretrain --num_gpus 8 --config run.yaml", "python tools/bench.py --preset h200-gpt3-1.3b",
         "python tools/bench.py --preset h200-gpt3-1.3b --what determinism",

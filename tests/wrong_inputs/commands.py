@@ -64,10 +64,7 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("data merge",), "PATH {world}/corpus", _NO_PREFIX, _NAME),
     (("data hash", "data verify", "data info", "inspect documents"), "PATH",
      _NO_DATA, _NAME),
-    (("data split", "data overlap"), "PATH REST", _NO_DATA, _NAME),
-    (("data overlap",), "RIGHT --remove --out PATH", _NO_PREFIX, "--out"),
-    (("data overlap",), "RIGHT --json PATH", {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
-    (("data overlap",), "RIGHT --tokenizer PATH", _UNREADABLE, "--tokenizer"),
+    (("data split",), "PATH REST", _NO_DATA, _NAME),
     (("data merge",), "{world}/out PATH {world}/foreign", _NO_DATA, _NAME),
     *((("compare",), f"RIGHT {flag} PATH", {**_NO_FILE, "folder": "{world}/nvme"}, flag)
       for flag in ("--json", "--csv", "--write")),

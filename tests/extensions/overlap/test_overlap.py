@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.overlap import ngrams, search
-from pretrain.data.overlap.find_overlap import OverlapResult, find_overlap, open_train, remove_overlap
 from pretrain.data.prepare.fill_in_middle import FillInMiddle
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.text_inputs.chunk import ReadSettings
@@ -23,6 +21,8 @@ from pretrain.data.token_files.inspect_files import verify_data
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
+from pretrain.extensions.overlap import ngrams, search
+from pretrain.extensions.overlap.find_overlap import OverlapResult, find_overlap, open_train, remove_overlap
 from tests.data.prepare.helpers import SOURCES, TEXTS, jsonl
 from tests.support.range_server import range_server
 from tests.wrong_inputs.case import main_of

@@ -10,10 +10,6 @@ import numpy as np
 
 from pretrain.data.data_spec import absolute_words
 from pretrain.data.merge_split import CHUNK_DOCUMENTS, CopyWriter, check_output, copy_chosen, meta_of
-from pretrain.data.overlap.evaluation_sets import EvaluationSet, find_tokenizer, read_set
-from pretrain.data.overlap.ngrams import index_ngrams
-from pretrain.data.overlap.report import SetReport, report_json, report_lines, report_set
-from pretrain.data.overlap.search import Overlap, search
 from pretrain.data.provenance import is_rearranged, provenance
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
@@ -22,6 +18,10 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset, open_check
 from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
+from pretrain.extensions.overlap.evaluation_sets import EvaluationSet, find_tokenizer, read_set
+from pretrain.extensions.overlap.ngrams import index_ngrams
+from pretrain.extensions.overlap.report import SetReport, report_json, report_lines, report_set
+from pretrain.extensions.overlap.search import Overlap, search
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.overlap.ngrams import Numbers
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import Piece, read_pieces
 from pretrain.data.text_inputs.find import find_inputs
@@ -18,6 +17,7 @@ from pretrain.data.text_inputs.url_files import is_remote
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
+from pretrain.extensions.overlap.ngrams import Numbers
 from pretrain.hub import recorded_tokenizer
 from pretrain.remote import open_file_system, with_retries, without_credentials
 

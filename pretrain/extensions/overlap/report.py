@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.overlap.evaluation_sets import EvaluationSet
-from pretrain.data.overlap.ngrams import Numbers
-from pretrain.data.overlap.search import Overlap
 from pretrain.data.token_files.index_file import ranges
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import shorten
+from pretrain.extensions.overlap.evaluation_sets import EvaluationSet
+from pretrain.extensions.overlap.ngrams import Numbers
+from pretrain.extensions.overlap.search import Overlap
 
 _WORST = 20  # documents of each set in the JSON
 _SHOWN = 3  # of these, on the terminal

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pretrain.data.overlap.ngrams import Ngrams, Numbers, load_ngrams
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.token_files.index_file import ranges
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.inspect_files import Advance
+from pretrain.extensions.overlap.ngrams import Ngrams, Numbers, load_ngrams
 
 _JOB_TOKENS = 1 << 22
 _READ_DOCUMENTS = 1 << 16  # whose bounds are read at once
