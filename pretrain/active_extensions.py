@@ -175,10 +175,10 @@ def records_of_extensions(plan: "Plan") -> dict[str, Any]:
 
 
 def extend_parser(command: str, parser: Any) -> None:
-    """Let extensions add to the parser of a subcommand, or subcommands to its subparsers."""
+    """Let extensions add to the parser of a subcommand, or to its subparsers."""
     for each in extensions():
-        if command in each.extends:
-            each.load(each.extends[command])(parser)
+        if add := each.extends.get(command):
+            (each.load(add) if isinstance(add, str) else add)(parser)
 
 
 def run_files() -> tuple[str, ...]:

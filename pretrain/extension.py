@@ -44,6 +44,7 @@ class Command:
     module: str  # full name, or relative to the module of the declaration: ".main"
     function: str = "main"
     runs_on_ranks: bool = False  # on one or several, and takes the flags of the launcher
+    is_extensible: bool = False  # see Extension.extends
 
     def load(self) -> Callable[[], Any]:
         """Import the module, and return the function."""
@@ -140,8 +141,8 @@ class Extension:
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
-    # subcommand -> "module:function": (its parser, or the subparsers of one that has them) -> None, adds to it
-    extends: Mapping[str, str] = field(default_factory=dict)
+    # extensible subcommand -> function of its parser, or of the subparsers if it has them, that adds to these
+    extends: "Mapping[str, str | Callable[[Any], None]]" = field(default_factory=dict)
     requests: Mapping[str, RequestFile] = field(default_factory=dict)  # by the names of the files
     files: tuple[str, ...] = ()  # in the run folder, that `RunFolder.append` writes
     # title -> key of these rows -> unit and definition: for `ds-pretrain reference metrics`

@@ -26,7 +26,7 @@ COMMANDS = {
                       "corpus_main"),
     "tokenizer": Command(_DATA, "train a SentencePiece tokenizer", f"{_HERE}.prepare", "tokenizer_main"),
     "prepare": Command(_DATA, "tokenize text into token files (.bin and .idx)", f"{_HERE}.prepare", "prepare_main"),
-    "data": Command(_DATA, "describe, verify, merge and split token files", f"{_HERE}.data"),
+    "data": Command(_DATA, "verify, merge and split token files", f"{_HERE}.data", is_extensible=True),
     "summary": Command(_AFTER, "progress and losses of a run", "pretrain.analysis.summary"),
     "evaluate": Command(_AFTER, "loss, bits per byte, and tasks of lm-eval", f"{_HERE}.evaluate"),
     "generate": Command(_AFTER, "generate text", f"{_HERE}.generate"),
@@ -53,6 +53,10 @@ def _add_commands(extension: Extension) -> None:
             raise ConfigError(f"extension {extension.name}", problem=f"there is a subcommand {name} already",
                               remedy="give its subcommand another name")
         COMMANDS[name] = replace(command, module=extension.full_name(command.module))
+    for name in extension.extends:
+        if name not in COMMANDS or not COMMANDS[name].is_extensible:
+            raise ConfigError(f"extension {extension.name}", problem=f"nothing can be added to a subcommand {name}",
+                              remedy="give it a subcommand of its own")
 
 
 for_each_extension(_add_commands)

@@ -100,7 +100,21 @@ def test_the_flag_may_stand_in_front_of_a_subcommand_and_other_extensions_in_a_y
     assert "Print the lowest training loss of a run." in done.stdout
 
 
+_ADDS = """from pretrain.extension import Extension
+def add(commands):
+    commands.add_parser("count").set_defaults(function=lambda flags: 3)
+EXTENSION = Extension("adds", "Adds a subcommand.", extends={"data": add})
+"""
+
+
+def test_it_adds_a_subcommand_to_data(folder: Path) -> None:
+    (folder / "adds.py").write_text(_ADDS)
+    assert program(folder, "--extension", "adds:EXTENSION", "data", "count").returncode == 3
+    assert program(folder, "data", "count").returncode == REJECTED
+
+
 @pytest.mark.parametrize(("words", "line"), [
+    (["--extension", "added:EXTENSION"], "extension adds: nothing can be added to a subcommand check"),
     (["--extension", "named:EXTENSION"], "extension stop_at_loss: a run has a flag --config already"),
     (["--extension", "commands:EXTENSION"], "extension stop_at_loss: there is a subcommand check already"),
     (["--extension", NAME, "--stop_loss", "-1"], "--stop_loss: found -1.0; expected above 0"),
@@ -121,6 +135,7 @@ def test_wrong_extensions_get_one_line(words: list[str], line: str, folder: Path
                                                   ).replace(', "Stops a run at a loss."', ""))
     (folder / "named.py").write_text(CODE.replace("stop_loss: float", "config: float"))
     (folder / "commands.py").write_text(CODE.replace('"lowest": Command', '"check": Command'))
+    (folder / "added.py").write_text(_ADDS.replace('"data"', '"check"'))
     (folder / "core.py").write_text(CODE.replace("stop_loss: float", "train_steps: float"))
     done = program(folder, "check", "--world_size", "1", "--deepspeed_config", "zero1_bf16", "--model", "gpt2",
                    "--save", "new", *words)

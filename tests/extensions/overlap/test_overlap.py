@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pretrain.data.prepare.fill_in_middle import FillInMiddle
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
+from pretrain.data.provenance import provenance
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.token_files.inspect_files import verify_data
@@ -182,6 +183,7 @@ def test_remove_writes_data_without_the_matches(folder: Path, tmp_path: Path, mo
     (note,) = meta["without_overlap"]
     assert (note["ngram"], note["max_documents"], note["removed_documents"]) == (13, 20, 21)
     assert len(note["source_sha256"]) == len(note["against"][0]["tokens_sha256"]) == 64
+    assert provenance(IndexedDataset(clean))["without_overlap"] == [note]  # data sets that are made from it keep it
     assert {path: path.read_bytes() for path in folder.glob("train.*")} == before
     with pytest.raises(ConfigError, match="exists"):
         _command(monkeypatch, *words)
