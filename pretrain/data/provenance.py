@@ -40,12 +40,3 @@ def merged_provenance(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
                 found["sources"] = {key: value for key, value in found["sources"].items() if key != "list"}
     return {**shared, MERGED_FROM: [{"data": absolute_words(str(data.prefix)), "documents": data.num_documents, **found}
                                     for data, found in zip(datasets, own, strict=True)]}
-
-
-def is_rearranged(data: IndexedDataset) -> bool:
-    """Return whether --fim_rate rearranged documents of the data set, or of one that was merged into it."""
-    return _is_rearranged(data.meta)
-
-
-def _is_rearranged(meta: dict[str, Any]) -> bool:
-    return bool(meta.get("fill_in_middle")) or any(map(_is_rearranged, meta.get(MERGED_FROM) or []))

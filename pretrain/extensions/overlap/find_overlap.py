@@ -1,7 +1,7 @@
 """Compare training data with evaluation sets, report what they share, and write the data without it."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 from pretrain.data.data_spec import absolute_words
 from pretrain.data.merge_split import CHUNK_DOCUMENTS, CopyWriter, check_output, copy_chosen, meta_of
-from pretrain.data.provenance import is_rearranged, provenance
+from pretrain.data.provenance import MERGED_FROM, provenance
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.index_file import ranges
@@ -81,7 +81,7 @@ def _notes(train: IndexedDataset, sets: Sequence[EvaluationSet]) -> tuple[str, .
         where = ([] if _names_tokenizer(train) else [str(train.prefix)]) + unknown
         notes.append(f"{', '.join(where)}: no .meta.json names the tokenizer; the comparison is right only if all data "
                      "has the same one")
-    if is_rearranged(train):
+    if is_rearranged(train.meta):
         notes.append(f"{train.prefix}: its documents were rearranged by --fim_rate: matches across their parts are not "
                      "found")
     return tuple(notes)
@@ -89,6 +89,11 @@ def _notes(train: IndexedDataset, sets: Sequence[EvaluationSet]) -> tuple[str, .
 
 def _names_tokenizer(data: IndexedDataset) -> bool:
     return bool(data.meta.get("tokenizer_sha256"))
+
+
+def is_rearranged(meta: Mapping[str, Any]) -> bool:
+    """Return whether --fim_rate rearranged documents of a data set, or of one that was merged into it."""
+    return bool(meta.get("fill_in_middle")) or any(map(is_rearranged, meta.get(MERGED_FROM) or []))
 
 
 def remove_overlap(result: OverlapResult, output: str, advance: Advance) -> IndexedWriter:

@@ -23,7 +23,13 @@ from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 from pretrain.extensions.overlap import ngrams, search
-from pretrain.extensions.overlap.find_overlap import OverlapResult, find_overlap, open_train, remove_overlap
+from pretrain.extensions.overlap.find_overlap import (
+    OverlapResult,
+    find_overlap,
+    is_rearranged,
+    open_train,
+    remove_overlap,
+)
 from tests.data.prepare.helpers import SOURCES, TEXTS, jsonl
 from tests.support.range_server import range_server
 from tests.wrong_inputs.case import main_of
@@ -247,3 +253,6 @@ def test_rearranged_training_data_is_noted(tmp_path: Path) -> None:
     result = _search(str(tmp_path / "train"), [source], 13)
     assert "rearranged by --fim_rate" in result.notes[0]
     assert result.reports[0].matched_documents >= len(SOURCES)  # within the parts of long texts
+    parts = [{"data": "a"}, {"merged_from": [{"fill_in_middle": {"rate": 0.5}}]}]
+    assert is_rearranged({"fill_in_middle": {}, "merged_from": parts})
+    assert not is_rearranged({"fill_in_middle": {}, "merged_from": parts[:1]})
