@@ -44,7 +44,8 @@ class Command:
     module: str  # full name, or relative to the module of the declaration: ".main"
     function: str = "main"
     runs_on_ranks: bool = False  # on one or several, and takes the flags of the launcher
-    extends: bool = False  # takes the place of the core's subcommand of this name, and does what that does, too
+    # takes the place of the core's subcommand of this name, and does what that does, too; not with --extension
+    extends: bool = False
 
     def load(self) -> Callable[[], Any]:
         """Import the module, and return the function."""

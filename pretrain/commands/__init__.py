@@ -48,7 +48,8 @@ COMMANDS = {
 _OF_THE_CORE = dict(COMMANDS)
 
 
-def _add_commands(extension: Extension) -> None:
+def add_commands(extension: Extension) -> None:
+    """Add the subcommands of an extension to the table. Raises ConfigError for one that is there already."""
     for name, command in extension.commands.items():
         if name in COMMANDS and not (command.extends and COMMANDS[name] is _OF_THE_CORE.get(name)):
             raise ConfigError(f"extension {extension.name}", problem=f"there is a subcommand {name} already",
@@ -56,4 +57,4 @@ def _add_commands(extension: Extension) -> None:
         COMMANDS[name] = replace(command, module=extension.full_name(command.module))
 
 
-for_each_extension(_add_commands)
+for_each_extension(add_commands)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
-from pretrain.errors import REJECTED
+from pretrain.commands import COMMANDS, add_commands
+from pretrain.errors import REJECTED, ConfigError
+from pretrain.extension import Command, Extension
 from pretrain.monitor.read_run_folder import read_rows
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, train_ranks
@@ -98,6 +100,15 @@ def test_the_flag_may_stand_in_front_of_a_subcommand_and_other_extensions_in_a_y
         assert "--learning_rate: found -1.0; expected above 0" in program(folder, *words).stderr
     done = program(folder, "--extension", NAME, "listed:EXTENSION", "own", "--help")
     assert "Print the lowest training loss of a run." in done.stdout
+
+
+def test_one_extension_may_extend_a_subcommand_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "new", COMMANDS["new"])  # restored at the end
+    command = Command("run", "write settings, and more", "more", extends=True)
+    add_commands(Extension("first", "", commands={"new": command}))
+    assert COMMANDS["new"] == command
+    with pytest.raises(ConfigError, match="extension second: there is a subcommand new already"):
+        add_commands(Extension("second", "", commands={"new": command}))
 
 
 @pytest.mark.parametrize(("words", "line"), [

@@ -1,4 +1,4 @@
-"""`ds-pretrain import`: it adopts a run of another program, or imports weights of transformers as the core does."""
+"""`ds-pretrain import` adopts a run of another program, or imports weights of transformers, as the core's does."""
 
 import argparse
 import os
