@@ -11,9 +11,10 @@ from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.commands.export import main as export_main
 from pretrain.extensions.adopt.main import main as import_main
 from tests.checkpoint.test_export_formats import Command, command
+from tests.dry_gpu.conftest import DryGpu, dry_gpu
 from tests.support.checkpoints import STEPS, real_run
 
-__all__ = ["command"]  # a fixture
+__all__ = ["command", "dry_gpu"]  # fixtures
 
 
 @pytest.fixture
@@ -47,3 +48,11 @@ def test_an_export_for_the_trainer_is_imported_without_a_difference(run: Path, t
     command(export_main, run, "--format", "trainer", "--output", out)
     command(import_main, out, "--save", tmp_path / "back")
     assert diff(run / "checkpoints/global_step3", tmp_path / "back/checkpoints/global_step3") == []
+
+
+@pytest.mark.slow
+def test_an_export_is_imported_where_deepspeed_finds_a_gpu(run: Path, tmp_path: Path, dry_gpu: DryGpu) -> None:
+    for words in (["export", run, "--output", tmp_path / "universal", "--format", "universal"],
+                  ["import", tmp_path / "universal", "--save", tmp_path / "adopted"]):
+        done = dry_gpu(["python", "-m", "pretrain", *map(str, words)])
+        assert done.returncode == 0, done.stdout[-3000:]
