@@ -11,8 +11,8 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
-    "tools/training_data.md", "tools/weights.md", "tools/memory.md",
-    "tools/checkpoints.md", "tools/evaluation.md", "tools/gpu.md",
+    "tools/training_data.md", "tools/memory.md",
+    "tools/checkpoints.md", "tools/weights.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
     "tools/performance.md", "tools/measurements.md", "tools/metrics.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
