@@ -45,6 +45,8 @@ class Command:
     function: str = "main"
     runs_on_ranks: bool = False  # on one or several, and takes the flags of the launcher
     is_extensible: bool = False  # see Extension.extends
+    # takes the place of the core's subcommand of this name, and does what that does, too; not with --extension
+    replaces: bool = False
 
     def load(self) -> Callable[[], Any]:
         """Import the module, and return the function."""

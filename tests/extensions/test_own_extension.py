@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
-from pretrain.errors import REJECTED
+from pretrain.commands import COMMANDS, add_commands
+from pretrain.errors import REJECTED, ConfigError
+from pretrain.extension import Command, Extension
 from pretrain.monitor.read_run_folder import read_rows
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, train_ranks
@@ -111,6 +113,15 @@ def test_it_adds_a_subcommand_to_data(folder: Path) -> None:
     (folder / "adds.py").write_text(_ADDS)
     assert program(folder, "--extension", "adds:EXTENSION", "data", "count").returncode == 3
     assert program(folder, "data", "count").returncode == REJECTED
+
+
+def test_one_extension_may_replace_a_subcommand_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "new", COMMANDS["new"])  # restored at the end
+    command = Command("run", "write settings, and more", "more", replaces=True)
+    add_commands(Extension("first", "", commands={"new": command}))
+    assert COMMANDS["new"] == command
+    with pytest.raises(ConfigError, match="extension second: there is a subcommand new already"):
+        add_commands(Extension("second", "", commands={"new": command}))
 
 
 @pytest.mark.parametrize(("words", "line"), [

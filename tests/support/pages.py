@@ -11,8 +11,8 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
-    "tools/training_data.md", "tools/weights.md", "tools/memory.md",
-    "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
+    "tools/training_data.md", "tools/memory.md",
+    "tools/checkpoints.md", "tools/weights.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
     "tools/performance.md", "tools/measurements.md", "tools/metrics.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
@@ -58,22 +58,9 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "takes an hour: tests/distributed/test_replay.py with -m slow": (
         "python -m tests.extensions.replay.planted_replays OUT",),
     "needs a bad step: tests/distributed/test_replay.py": ("ds-pretrain replay runs/gpt2@41203",),
-    "needs a run of another program: tests/distributed/test_adopt.py": (
-        "ds-pretrain import trainer_output --save runs/adopted",
-        "ds-pretrain check --world_size 8 --config runs/adopted/run.yaml --train_data data/corpus --seq_length 2048",
-        "ds-pretrain --num_gpus 8 --config runs/adopted/run.yaml --train_data data/corpus --seq_length 2048"),
-    "needs a run of another program: tests/checkpoint/test_adopt_torchtitan.py": (
-        "ds-pretrain import outputs/checkpoint --step 6000 --model CONFIG --seq_length 8192 --save "
-        "runs/from-torchtitan",
-        "ds-pretrain import megatron-checkpoints --save runs/from-megatron"),
-    "needs torchtitan and Megatron Core: tests/distributed/checkpoint/test_adopt_dcp.py stands for them": (
-        "python -m tests.support.adopted_dcp torchtitan=PYTHON megatron_core=PYTHON",),
-    "needs clones of two programs: tests/distributed/checkpoint/test_adopt_megatron.py stands for them":
-        ("python -m tests.support.peer_programs OUT CORPUS CLONES",),
     "tests/model/test_on_fake_device.py runs it": ("python -m tests.model.on_fake_device",),
     "README.md evaluates and exports another run": (
         "ds-pretrain evaluate runs/run", "ds-pretrain export runs/run --output runs/run-hf"),
-    "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
     "takes minutes: tests/data/tokenizers/test_measure_encoding.py": (
