@@ -28,7 +28,6 @@ from pretrain.engine.patches.fp16 import (
     scale_loss_at_stage_0,
     undo_step_at_construction,
 )
-from pretrain.engine.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
 from pretrain.engine.patches.optimizers import (
     clip_only_adam_with_muon,
     convert_steps_of_muons_adam,
@@ -47,10 +46,10 @@ from pretrain.engine.patches.skip import (
     checks_norm,
     clear_gradients_of_skipped_updates,
     keep_muon_momentum,
+    skip_invalid_norms,
     skip_non_finite_fp32_updates,
 )
-from pretrain.engine.patches.skip_by_norm import skip_invalid_norms
-from pretrain.engine.patches.zero import sum_gradients_of_shards
+from pretrain.engine.patches.zero import parameters_on_nvme, save_complete_nvme_checkpoints, sum_gradients_of_shards
 from pretrain.engine.update import Update
 
 
