@@ -1,7 +1,7 @@
 """One rank that trains with what extensions replace in the engine, or with DeepSpeed's own functions.
 
-A case: as in `worker.py` with "job": "train", and "plain": the name of an extension that replaces nothing, "all" if
-none does, and reductions on one rank are DeepSpeed's, too; or "". With either, DeepSpeed decides about skipped updates.
+A case: as in `worker.py` with "job": "train", and "plain", words: names of extensions that replace nothing; "late_skip"
+if DeepSpeed decides about skipped updates; "all" for both, and for DeepSpeed's reductions on one rank.
 """
 
 import contextlib
@@ -42,10 +42,11 @@ class CountElements(TorchDispatchMode):
 @contextlib.contextmanager
 def functions_of_deepspeed(plain: str) -> Iterator[None]:
     """Keep functions of DeepSpeed: see above."""
-    used = [each for each in extensions() if plain not in ("all", each.name)]
+    words = plain.split()
+    used = [each for each in extensions() if each.name not in words and plain != "all"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch("pretrain.active_extensions.extensions", lambda: used))
-        if plain:
+        if "late_skip" in words or plain == "all":
             stack.enter_context(patch("pretrain.engine.build.late_skip", lambda engine: None))
         if plain == "all":
             stack.enter_context(patch("pretrain.engine.build.skip_reduction_on_one_rank", lambda engine: None))

@@ -22,7 +22,8 @@ IN_PAGE = ("zero0_bf16", "zero0_fp16", "zero1", "zero1_masked", "zero2", "zero2_
            "pipeline2_masked", *SHARED_CONFIGS)
 # of a step: the norms of all gradients, those of two groups over the ranks, and the total
 DEEPSPEED_READS = {"zero0_fp32": 0, "zero2_offload": 4}
-PLAIN_READS = {"zero0_bf16": 2, "zero0_fp16": 103, "zero1": 4, "zero2_offload": 106}  # without the extension
+PLAIN = "host_time late_skip"  # see update_worker.py
+PLAIN_READS = {"zero0_bf16": 2, "zero0_fp16": 103, "zero1": 4, "zero2_offload": 106}
 LAYOUTS = {name: values for name, values in (CONFIGS | MASKED_CONFIGS | SHARED_CONFIGS).items()
            if name in (*IN_PAGE, "zero0_fp32", "zero1_fp32_accumulation", "zero3_fp32")}
 
@@ -39,7 +40,7 @@ def measured(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
                      **({"emulate_fp16": True} if "fp16" in name else {}))
 
     cases = [case(name, "", values, flags_of(name)) for name, values in LAYOUTS.items()]
-    cases += [{**each, "name": f"{each['name']}_plain", "plain": "host_time"}
+    cases += [{**each, "name": f"{each['name']}_plain", "plain": PLAIN}
               for each in cases if each["name"] in PLAIN_READS]
     return run_worker("traffic_worker.py", cases, RANKS, folder)
 

@@ -8,7 +8,8 @@ import pytest
 from tests.support.cases import CPU, case, config, flags, fused
 from tests.support.launch import run_worker
 
-PLAIN = "host_time"  # see update_worker.py
+PLAIN = "host_time late_skip"  # see update_worker.py
+LATE = "host_time"  # without the extension, the device decides about skipped updates
 ONE_RANK: dict[str, dict[str, Any]] = {
     "stage0": config(0), "stage0_bf16": config(0, precision="bf16", accumulation=1),
     "stage0_sums": config(0, precision="bf16"), "zero1": config(1, precision="bf16"),
@@ -24,13 +25,15 @@ TWO_RANKS: dict[str, dict[str, Any]] = {  # the pipeline stages share a matrix
     "zero0_fp16_fused": fused(config(0, precision="fp16")),
     "zero0_sequence_fused": fused(config(0, precision="bf16")) | {"sequence_parallel_size": 2},
 }
+FUSED = [name for name in TWO_RANKS if name.endswith("fused") and "fp16" not in name]
 
 
 def cases_of(jsons: dict[str, dict[str, Any]], corpus: str) -> list[dict[str, Any]]:
     """Return each case twice: with this extension, and with DeepSpeed's functions."""
     given = flags(corpus, layers=2, steps=4, lr_schedule="constant", lr_warmup_steps=0)
     return [case(f"{name}_{plain}", "train", values, given | ({"emulate_fp16": True} if "fp16" in values else {}),
-                 plain=plain) for name, values in jsons.items() for plain in ("", PLAIN)]
+                 plain=plain) for name, values in jsons.items()
+            for plain in ("", PLAIN, *([LATE] if name in FUSED else []))]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,11 @@ def test_fewer_passes_on_one_rank_change_no_bit(name: str, one_rank: dict[str, A
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_fewer_reads_from_the_device_change_no_bit(name: str, two_ranks: dict[str, Any]) -> None:
     check_equal(two_ranks[f"{name}_"], two_ranks[f"{name}_{PLAIN}"])
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_device_skips_updates_without_the_extension(name: str, two_ranks: dict[str, Any]) -> None:
+    check_equal(two_ranks[f"{name}_{LATE}"], two_ranks[f"{name}_{PLAIN}"])
 
 
 def test_stage_0_copies_no_gradients_on_one_rank(one_rank: dict[str, Any]) -> None:
