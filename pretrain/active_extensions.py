@@ -18,6 +18,8 @@ from pretrain.own_code import described, import_own_module
 from pretrain.paths import RUN_FILES
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
@@ -179,6 +181,13 @@ def extend_parser(command: str, parser: Any) -> None:
     for each in extensions():
         if add := each.extends.get(command):
             (each.load(add) if isinstance(add, str) else add)(parser)
+
+
+def patch_engine(engine: "DeepSpeedEngine", args: "RunArguments") -> None:
+    """Let all extensions that the run uses replace functions of an engine that was just built."""
+    for each in extensions():
+        if each.is_used(args) and (patch := each.function("patch")):
+            patch(engine)
 
 
 def run_files() -> tuple[str, ...]:

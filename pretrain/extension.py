@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
@@ -109,16 +111,16 @@ class Models:
 
 
 # functions of an Extension
-_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "record", "operators", "around", "secrets")
+_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "record", "operators", "patch", "around", "secrets")
 
 
 @dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `around` and `secrets` are functions, or
-    "module:function" with a module next to the declaration. They are called only if a flag of the extension is given,
-    it has no flags, or `is_always_used`.
+    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `patch`, `around` and `secrets` are
+    functions, or "module:function" with a module next to the declaration. They are called only if a flag of the
+    extension is given, it has no flags, or `is_always_used`.
     """
 
     name: str
@@ -161,6 +163,9 @@ class Extension:
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
     operators: "str | Callable[[], Kernels]" = ""
+    # (engine) -> None: replaces functions of an engine of DeepSpeed that was just built, such as passes over gradients;
+    # results stay equal. Two extensions may replace the same function: each calls the one that it finds
+    patch: "str | Callable[[DeepSpeedEngine], None]" = ""
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands

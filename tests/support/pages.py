@@ -34,7 +34,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
     "needs the environment of the dry GPU: tests/dry_gpu starts the same programs": (
         "tools/dry_gpu/dry-gpu --setup", "pytest tests/dry_gpu", "pytest -m slow tests/dry_gpu",
-        *(f"pytest -m slow tests/dry_gpu/test_{name}.py" for name in ("runs", "waits", "triton_kernels")),
+        *(f"pytest -m slow tests/dry_gpu/test_{name}.py" for name in ("runs", "triton_kernels")),
         "DRY_GPU_LINES=runs/lines pytest -m slow tests/dry_gpu", "python tools/dry_gpu/cuda_lines.py runs/lines",
         "DRY_GPU_CACHING=1 DRY_GPU_COUNT=2 tools/dry_gpu/dry-gpu python tools/dry_gpu/memory_table.py --random 40",
         *(f"DRY_GPU_CACHING=1 tools/dry_gpu/dry-gpu python tools/dry_gpu/memory_table.py \"--deepspeed_config {row} "

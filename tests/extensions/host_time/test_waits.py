@@ -67,7 +67,7 @@ def test_the_host_waits_no_more(name: str, dry_gpu: DryGpu, corpus: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", KERNELS)
 def test_a_step_has_no_more_kernels(stage: int, dry_gpu: DryGpu, corpus: str, tmp_path: Path) -> None:
-    """If the numbers of DeepSpeed alone fall: delete parts of patches/late_skip.py, host_waits.py and host_reads.py."""
+    """If the numbers of DeepSpeed alone fall: delete parts of engine/patches/late_skip.py, waits.py and reads.py."""
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(bf16(stage)))
     own = {**flags(corpus, steps=STEPS), "log_interval": 100, "deepspeed_config": path, "save": tmp_path / "run"}

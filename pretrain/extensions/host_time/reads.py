@@ -2,9 +2,8 @@
 
 DeepSpeed 0.19.8 reads one value to decide whether an update is skipped, and others that this one implies. Without them
 the same updates are skipped, and weights and states have the same bits. Older versions, which decide otherwise, keep
-their reads. Guarded by tests/distributed/memory/test_traffic.py, which counts them, by
-tests/extensions/cpu_kernels/test_update_passes.py, which compares the steps with those of DeepSpeed, and by
-tests/distributed/test_skipped_updates.py.
+their reads. Guarded by tests/extensions/host_time/test_reads.py, which counts them, test_updates.py, which compares the
+steps with those of DeepSpeed, and by tests/distributed/test_skipped_updates.py.
 """
 
 import sys
@@ -25,7 +24,6 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from pretrain.engine.patches.late_skip import late_skip
 from pretrain.engine.patches.skip import checks_norm, replaced
 from pretrain.engine.update import Update
 
@@ -35,7 +33,6 @@ def read_less(engine: DeepSpeedEngine, update: Update) -> None:
     optimizer = engine.optimizer
     if isinstance(optimizer, torch.optim.Optimizer) or not checks_norm(optimizer):
         return
-    update.late = late_skip(engine)
     if isinstance(optimizer, FP16_Optimizer):
         if _counts_every_gradient(engine) and not optimizer.has_moe_layers:  # the norm shows NaN and infinity, too
             optimizer.overflow_checker.has_overflow = lambda parameters: False
@@ -102,8 +99,8 @@ def _read_norm_and_factor(optimizer: BF16_Optimizer, update: Update) -> Callable
 
     DeepSpeed (utils.py) reads the norm to check it (is_invalid_grad_norm), and the factor to find out whether it clips
     (clip_tensors_by_global_norm). It calls three operators for the norm of each gradient (get_global_norm_of_tensors),
-    and one for each clipped one; here one operator takes all gradients. If the device decides (late_skip.py), nothing
-    is read, and all gradients are multiplied by at most 1.
+    and one for each clipped one; here one operator takes all gradients. If the device decides (patches/late_skip.py),
+    nothing is read, and all gradients are multiplied by at most 1.
     """
     original = update.step
 

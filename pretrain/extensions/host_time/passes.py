@@ -1,7 +1,7 @@
 """Save host time per step, which small models feel: passes over all parameters in Python, and sums over one rank.
 
 DeepSpeed 0.19.8 makes them in each step, at any size of the model. None of these functions changes a value. Guarded by
-tests/extensions/cpu_kernels/test_update_passes.py, which compares the steps with those of DeepSpeed bit by bit.
+tests/extensions/host_time/test_updates.py, which compares the steps with those of DeepSpeed bit by bit.
 """
 
 from typing import Any
@@ -15,6 +15,18 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.distributed.deepspeed_version import shortcut
+from pretrain.engine.attachments import attachments
+from pretrain.extensions.host_time.reads import read_less
+from pretrain.extensions.host_time.waits import wait_on_device
+
+
+def patch_engine(engine: DeepSpeedEngine) -> None:
+    """Apply the functions of this folder that fit the engine."""
+    save_host_time(engine)
+    update = attachments(engine).update
+    with shortcut("fewer reads from the device"):
+        read_less(engine, update)
+    wait_on_device(engine, update)
 
 
 def save_host_time(engine: DeepSpeedEngine) -> None:

@@ -15,7 +15,7 @@ needs the gradients, and waits for the streams. In two places ZeRO-3 lets the ho
 most two reductions (stage3.py:1667) or gathers (partitioned_param_coordinator.py:404) ahead: this bounds the memory,
 and remains. A dry GPU cannot show it, because its events are complete at once.
 
-Guarded by tests/dry_gpu/test_waits.py, which counts them, and by tests/gpu/test_runs.py.
+Guarded by tests/extensions/host_time/test_waits.py, which counts them, and by tests/gpu/test_runs.py.
 """
 
 from collections.abc import Callable, Iterable
