@@ -183,7 +183,10 @@ def _without_digits(word: str) -> str:
 
 
 def _edit_distance(word: str, name: str) -> int:
-    """Count the letters to insert, delete, replace or swap with the next one."""
+    """Count the letters to insert, delete, replace or swap with the next one.
+
+    difflib's ratio counts matching letters: it suggests "fp16" for "bfp16", "comet" for "_comment", no "sp" for "tp".
+    """
     previous_row: list[int] = []
     row = list(range(len(name) + 1))
     for i, letter in enumerate(word, 1):

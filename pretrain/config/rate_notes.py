@@ -1,11 +1,17 @@
-"""Notes about learning rates that hardly fit the length of a run, from the rates of its steps alone."""
+"""Learning rates of a run by step, and notes if they hardly fit its length.
+
+A "scheduler" of the DeepSpeed JSON is computed as a closed formula, without importing deepspeed: those of DeepSpeed
+0.19.8 (runtime/lr_schedules.py), with its default values, for an optimizer with one rate.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from pretrain.config.json_schedule import json_schedule
 from pretrain.config.plan import Plan
 
+Rate = Callable[[int], float]  # number of applied updates -> rate of the next step, as of `Schedule`
+_WARMUP_STEPS, _WARMUP_MAX, _CYCLE_STEPS, _RANGE_STEPS, _RANGE_MIN = 1000, 0.001, 2000, 2000, 1e-3
 # GPT-3 was trained with the lowest rate in the last 13% of its steps (arXiv 2005.14165, appendix B)
 _LONGEST_TAIL = 0.2  # fraction of the run
 _LONGEST_TAIL_AT_0 = 0.01
@@ -16,7 +22,7 @@ _LOOKED_AT = 4000  # steps of a run whose rates are computed, evenly spread
 _BEYOND = 64  # lengths of the run after which a schedule has ended
 
 
-def rate_of(plan: Plan) -> Callable[[int], float]:
+def rate_of(plan: Plan) -> Rate:
     """Return the learning rate of the next step by the number of applied updates, of the flags or of the JSON."""
     if plan.schedule is not None:
         return plan.schedule
@@ -31,7 +37,7 @@ def rate_notes(plan: Plan) -> list[str]:
     return [f"{flag}: {note}"] if note else []
 
 
-def length_note(rate: Callable[[int], float], steps: int) -> str:
+def length_note(rate: Rate, steps: int) -> str:
     """Return what is unusual about the rates of a run of `steps` steps; "": nothing.
 
     `rate`: the rate of the next step, after so many updates.
@@ -51,7 +57,7 @@ def length_note(rate: Callable[[int], float], steps: int) -> str:
     return _cut_off_note(rate, steps, highest)
 
 
-def _first_of_end(rate: Callable[[int], float], sampled: list[int]) -> int:
+def _first_of_end(rate: Rate, sampled: list[int]) -> int:
     """Return the number of updates after which all steps of the run have the rate of the last one."""
     last = rate(sampled[-1])
 
@@ -64,7 +70,7 @@ def _first_of_end(rate: Callable[[int], float], sampled: list[int]) -> int:
     return next(done for done in range(sampled[before + 1], sampled[before], -1) if differs(done - 1))
 
 
-def _cut_off_note(rate: Callable[[int], float], steps: int, highest: float) -> str:
+def _cut_off_note(rate: Rate, steps: int, highest: float) -> str:
     """Return a note if the run ends in the warm-up, or before most of a decay that ends later; else ""."""
     last, end = rate(steps - 1), rate(_BEYOND * steps)
     if last >= highest and rate(steps) > last:
@@ -75,3 +81,86 @@ def _cut_off_note(rate: Callable[[int], float], steps: int, highest: float) -> s
         return f"the run ends at step {steps:,} with the learning rate {last:.3g}, {last / highest:.0%} of the " \
                f"highest one, and before the decay to {end:.3g}; {_SHOULD_END}"
     return ""
+
+
+def json_schedule(kind: str, params: Mapping[str, Any], *, optimizer_rate: float) -> Rate:
+    """Return the rates of a scheduler. `optimizer_rate`: the optimizer's own, which some of them take as the peak."""
+    given = {name: value for name, value in params.items() if value is not None}
+    if kind == "WarmupCosineLR":
+        return _warmup_cosine(given, optimizer_rate)
+    if kind == "OneCycle":
+        return _one_cycle(given)
+    if kind == "LRRangeTest":
+        return _range_test(given)
+    return _warmup(given, optimizer_rate)
+
+
+def _rising(params: Mapping[str, Any], done: int) -> float | None:
+    """Return the rise of a warm-up from 0 to 1 after `done` updates; None after the warm-up."""
+    steps, last = max(2, params.get("warmup_num_steps", _WARMUP_STEPS)), done - 1
+    if last >= steps:
+        return None
+    if params.get("warmup_type") == "linear":
+        return max(last, 0) / steps
+    return math.log(max(last, 0) + 1) / math.log(steps)
+
+
+def _warmup(params: Mapping[str, Any], optimizer_rate: float) -> Rate:
+    total = params.get("total_num_steps")  # of WarmupDecayLR
+    low, steps = params.get("warmup_min_lr", 0.0), max(2, params.get("warmup_num_steps", _WARMUP_STEPS))
+    high = params.get("warmup_max_lr", optimizer_rate if total is None else _WARMUP_MAX)
+
+    def rate(done: int) -> float:
+        fraction = _rising(params, done)
+        if fraction is None:
+            fraction = 1.0 if total is None else max(0.0, (total - done + 1) / max(1.0, total - steps))
+        return float(low + (high - low) * fraction)
+
+    return rate
+
+
+def _warmup_cosine(params: Mapping[str, Any], peak: float) -> Rate:
+    total, steps = params["total_num_steps"], max(2, params.get("warmup_num_steps", _WARMUP_STEPS))
+    first, lowest = params.get("warmup_min_ratio", 0.0), params.get("cos_min_ratio", 0.0001)
+
+    def rate(done: int) -> float:
+        fraction = _rising(params, done)
+        if done == 0:
+            return 0.0
+        if fraction is not None:
+            return float(peak * (first + (1 - first) * fraction))
+        progress = min(1.0, (done - steps) / max(1, total - steps))
+        return float(peak * max(0.0, lowest + (1 - lowest) * (1 + math.cos(math.pi * progress)) / 2))
+
+    return rate
+
+
+def _one_cycle(params: Mapping[str, Any]) -> Rate:
+    low, high = params["cycle_min_lr"], params["cycle_max_lr"]
+    first = float(params.get("cycle_first_step_size", _CYCLE_STEPS))
+    second = float(params.get("cycle_second_step_size", first))
+    stairs = params.get("cycle_first_stair_count", 0)
+    counts = stairs, params.get("cycle_second_stair_count", stairs)
+    decay_rate, decay_steps = params.get("decay_lr_rate", 0.0), params.get("decay_step_size", 0)
+
+    def height(at: float) -> float:
+        rises = at <= first
+        value, count = (at / first if rises else (first + second - at) / second), counts[0 if rises else 1]
+        return math.floor(value * count + 1e-9) / count if count else value
+
+    def rate(done: int) -> float:
+        if done == 0:
+            return float(low)
+        if done - 1 < first + second:
+            return float(low + (high - low) * height(done % (first + second)))
+        if not decay_steps or not decay_rate:
+            return float(low)
+        return float(low / (1 + decay_rate * (done - first - second) / decay_steps))
+
+    return rate
+
+
+def _range_test(params: Mapping[str, Any]) -> Rate:
+    low, size = params.get("lr_range_test_min_lr", _RANGE_MIN), params.get("lr_range_test_step_size", _RANGE_STEPS)
+    growth, stairs = params.get("lr_range_test_step_rate", 1.0), params.get("lr_range_test_staircase", False)
+    return lambda done: float(low * (1 + growth * (math.floor(done / size) if stairs else done / size)))

@@ -6,8 +6,8 @@ from typing import Any
 
 from pretrain.data.data_spec import DataSpec
 from pretrain.data.open_datasets import open_datasets
-from pretrain.data.own_datasets import open_own_datasets
 from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.own import open_own_datasets
 from pretrain.data.source_facts import SourceFacts, end_notes, learnable_notes, source_facts, tokenizer_notes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer

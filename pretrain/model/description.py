@@ -21,7 +21,7 @@ These are queries on the description:
 | memory and predicted time of a layout | pretrain/memory/, which has no other description of a model |
 
 What only the code of a model can say is asked of `ModelConfig.implementation` (implementation.py): its layers are those
-of a family (family_layers.py), or those of a decoder of transformers that is wrapped. The queries are the same.
+of a family (family_model.py), or those of a decoder of transformers that is wrapped. The queries are the same.
 """
 
 from collections.abc import Iterator, Mapping

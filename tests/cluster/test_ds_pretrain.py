@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.__main__ import main as ds_pretrain
-from pretrain.cluster.ds_pretrain import main
+from pretrain.cluster.ds_pretrain import local_slots, main
 from pretrain.cluster.launcher_flags import find_rank_command, launcher_parser, split_command_line
-from pretrain.cluster.local_launch import local_slots
 from pretrain.commands import COMMANDS
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.distributed.device import Device
@@ -59,7 +58,7 @@ def test_launcher_and_train_py_have_no_flag_in_common() -> None:
 def test_a_subcommand_on_several_ranks_is_found_in_any_place(words: list[str],
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr("pretrain.cluster.local_launch.run_launcher", lambda *args: started.append(args[0]) or 0)
+    monkeypatch.setattr("pretrain.cluster.ds_pretrain.run_launcher", lambda *args: started.append(args[0]) or 0)
     monkeypatch.setattr("sys.argv", ["ds-pretrain", *words])
     assert ds_pretrain() == 0
     assert started[0][-3:] == ["evaluate", "--config", "run.yaml"]
@@ -122,7 +121,7 @@ def test_tools_start_on_a_free_port(corpus: str, tmp_path: Path) -> None:
 def test_ranks_get_a_secret_that_no_command_line_shows(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, given)
     started = []
-    monkeypatch.setattr("pretrain.cluster.local_launch.run_launcher", lambda *args: started.append(args) or 0)
+    monkeypatch.setattr("pretrain.cluster.ds_pretrain.run_launcher", lambda *args: started.append(args) or 0)
     assert main(["--num_gpus", "1", str(ROOT / "tools" / "evaluate.py")]) == 0
     (command, environ, _), = started
     secret = environ[SECRET_VARIABLE]
@@ -188,7 +187,7 @@ def test_devices_of_the_ranks_on_this_host(monkeypatch: pytest.MonkeyPatch) -> N
         return local_slots(launcher_parser("").parse_args(words), device)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("pretrain.cluster.local_launch._num_gpus", lambda: 4)
+    monkeypatch.setattr("pretrain.cluster.ds_pretrain._num_gpus", lambda: 4)
     assert slots(GPU) == [0, 1, 2, 3]
     assert slots(GPU, "--num_gpus", "2") == [0, 1]
     assert slots(GPU, "--include", "localhost:1,3") == [1, 3]
@@ -230,8 +229,8 @@ def test_two_ranks_train_and_print_no_warnings(corpus: str, tmp_path: Path) -> N
 
 # ---- signals: the tests start a small program instead of DeepSpeed's launcher
 
-_STARTER = "import os, pathlib, sys\nfrom pretrain.cluster import local_launch\n" \
-           "local_launch._SIGTERM_GRACE_S = 1.0\nsys.exit(local_launch.run_launcher(" \
+_STARTER = "import os, pathlib, sys\nfrom pretrain.cluster import ds_pretrain\n" \
+           "ds_pretrain._SIGTERM_GRACE_S = 1.0\nsys.exit(ds_pretrain.run_launcher(" \
            "[sys.executable, '-u', '-c', *sys.argv[1:]], dict(os.environ), pathlib.Path('run')))"
 _SAVES = "import signal, sys\nfor number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):\n" \
          "    signal.signal(number, lambda *_: sys.exit(75))\nprint('ready')\nsignal.pause()"

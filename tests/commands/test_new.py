@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from pretrain.commands import check, next_command
 from pretrain.commands.new.layout import best_layout
 from pretrain.commands.new.main import main
+from pretrain.commands.new.sizes import llama_shape
 from pretrain.commands.prepare import prepare_main
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.parse import read_yaml
@@ -25,7 +26,6 @@ from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import make_cluster
 from pretrain.model.config import load_model_config
-from pretrain.model.llama_shape import llama_shape
 from tests.support.launch import ROOT
 from tests.support.rejection import rejection
 from tests.terminal.test_screen import environment, in_terminal

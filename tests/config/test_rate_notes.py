@@ -7,8 +7,7 @@ import pytest
 import torch
 from deepspeed.runtime import lr_schedules
 
-from pretrain.config.json_schedule import Rate, json_schedule
-from pretrain.config.rate_notes import length_note
+from pretrain.config.rate_notes import Rate, json_schedule, length_note
 from pretrain.config.schedule import KINDS, Schedule
 
 PEAK = 2e-4

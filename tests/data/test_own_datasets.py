@@ -141,7 +141,7 @@ def test_a_wrong_item_is_named_at_the_start_and_later(fault: str) -> None:
     assert message.startswith("--dataset_module own_data:build: item 3 of the train data: ")
     if fault == "raises":
         assert caught.value.details.startswith("Traceback (most recent call last):\n  File ")
-        assert "own_datasets.py" not in caught.value.details
+        assert "samples/own.py" not in caught.value.details
         assert re.search(FAULTS[fault], message)
     else:
         assert FAULTS[fault] in message

@@ -1,6 +1,6 @@
 """DeepSpeed JSONs that together have every accepted key and value of the schema, in every accepted combination of two.
 
-The schema itself generates them: a new key is tested without a change of this file. `OWN_VALUES` has the keys whose
+The schema itself generates them: a new key is tested without a change of this file. `own_values` has the keys whose
 values the schema does not describe.
 """
 

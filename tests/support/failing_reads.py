@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.cluster import local_launch, patient_reads
+from pretrain.cluster import ds_pretrain, patient_reads
 from pretrain.errors import ConfigError
 
 ERRORS = (errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT, errno.EIO)
@@ -80,13 +80,13 @@ def supervised(run: Path) -> int:
 
 def launched(run: Path) -> int:
     """A launcher that got a signal, and exits with 1 although its run was saved."""
-    return local_launch.run_launcher(["bash", "-c", f"echo '{STOP % 'SIGTERM'}' >> {run}/events.jsonl; exit 1"],
+    return ds_pretrain.run_launcher(["bash", "-c", f"echo '{STOP % 'SIGTERM'}' >> {run}/events.jsonl; exit 1"],
                                      dict(os.environ), run)
 
 
 def saved(run: Path) -> int:
     """A launcher that exits with 75."""
-    return local_launch.run_launcher(["bash", "-c", "exit 75"], dict(os.environ), run)
+    return ds_pretrain.run_launcher(["bash", "-c", "exit 75"], dict(os.environ), run)
 
 
 PROGRAMS = {"supervise": supervised, "launch": launched, "save": saved}

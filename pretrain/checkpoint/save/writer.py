@@ -73,7 +73,7 @@ class SaveJob:
     world_size: int
     save_id: str
     timeout_s: float  # limit for the other ranks' writers to write or mirror their files
-    locks_are_shared: bool  # whether every host sees the locks of `writer_locks`
+    locks_are_shared: bool  # whether every host sees the locks of `hold_lock`
     names: list[str]  # files that this rank copies to the mirror
     mirror: str | None  # its URL
     keep: dict[str, int]  # rules of `prune` for older checkpoints

@@ -2,5 +2,5 @@
 for values of all ranks, and shutdown of all hosts together.
 
 This folder imports resilience/signals, checkpoint/save/background, config, data, distributed, cli and errors. It never
-imports the modules that launch a run (ds_pretrain, local_launch, multihost_launch, slurm_job).
+imports the modules that launch a run (ds_pretrain, multihost_launch, slurm_job).
 """

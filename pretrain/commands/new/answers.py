@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pretrain.cli import whole_number
+from pretrain.commands.new.sizes import LLAMA, llama_shape
 from pretrain.data.data_spec import parse_split, split_documents
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import read_pieces
@@ -23,7 +24,6 @@ from pretrain.memory.hardware import Cluster, find_gpu, gpu_by_label, make_clust
 from pretrain.memory.step_time.calibrate import cpu_cluster
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.description import ModelConfig
-from pretrain.model.llama_shape import LLAMA, llama_shape
 from pretrain.remote import without_credentials
 
 TRAIN, CPU = "train", "cpu"  # values of --tokenizer and --gpu

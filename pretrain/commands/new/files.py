@@ -9,10 +9,10 @@ from typing import Any
 
 from pretrain.active_extensions import advice_on
 from pretrain.commands.new.answers import Data, ModelOfRun, TokenizerOfRun
+from pretrain.commands.new.sizes import SizeDefaults
 from pretrain.commands.next_command import LISTED
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
-from pretrain.config.size_defaults import SizeDefaults
 from pretrain.config.write_yaml import comment_line, yaml_entry
 from pretrain.errors import counted, format_number, one_line
 from pretrain.memory.compare.compare import ComparisonRow, Cost, cost_lines, run_cost, tokens_text

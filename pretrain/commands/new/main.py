@@ -43,9 +43,9 @@ from pretrain.commands.new.files import (
     yaml_text,
 )
 from pretrain.commands.new.layout import best_layout
+from pretrain.commands.new.sizes import FEWEST_STEPS, size_defaults
 from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.size_defaults import FEWEST_STEPS, size_defaults
 from pretrain.config.validate import check_settings
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.compare import CHINCHILLA_TOKENS_PER_PARAMETER, tokens_text

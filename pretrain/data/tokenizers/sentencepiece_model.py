@@ -2,6 +2,9 @@
 
 The sentencepiece library returns pieces and scores, but neither the settings of the model's normalizer nor which pieces
 are user-defined. The field numbers are from sentencepiece's src/sentencepiece_model.proto.
+
+The package's `sentencepiece_model_pb2` needs protobuf, which none of our dependencies requires. That of sentencepiece
+0.2.3 rejects protobuf before 7.36.1, and fails to import in a process that has imported transformers' copy.
 """
 
 import struct
@@ -9,9 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TypeVar
 
 from pretrain.errors import ConfigError
+
+T = TypeVar("T", int, float, bytes)
 
 UNIGRAM, BPE = 1, 2
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
@@ -79,12 +84,15 @@ def parse_model(content: bytes, where: str) -> SentencePieceModel:
 
 def _piece(fields: dict[int, list]) -> Piece:
     text = _last(fields, 1, b"").decode("utf-8")
-    return Piece(text, _last(fields, 2, 0.0), Kind(_last(fields, 3, Kind.NORMAL)))
+    return Piece(text, _last(fields, 2, 0.0), Kind(_last(fields, 3, int(Kind.NORMAL))))
 
 
-def _last(fields: dict[int, list], number: int, default: Any) -> Any:
-    """Return the last value of a field, as protocol buffers define for a repeated occurrence."""
-    return fields[number][-1] if number in fields else default
+def _last(fields: dict[int, list], number: int, default: T) -> T:
+    """Return the last value of a field, as protocol buffers define for a repeated occurrence.
+
+    They ignore values of another type, so that SentencePiece reads such a file.
+    """
+    return next((value for value in reversed(fields[number]) if type(value) is type(default)), default)
 
 
 def _message(data: bytes) -> dict[int, list]:
@@ -126,3 +134,5 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         position, shift = position + 1, shift + 7
         if byte < 0x80:
             return value, position
+        if shift >= 70:
+            raise ValueError("an integer of more than 10 bytes")

@@ -3,9 +3,8 @@
 from pretrain.model.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from pretrain.model.families.family import Family
 from pretrain.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from pretrain.model.families.gpt_like import BLOOM, GPT2, GPT_NEOX, GPTJ, PHI
+from pretrain.model.families.gpt_like import BLOOM, GPT2, GPT_NEOX, GPTJ, MPT, PHI
 from pretrain.model.families.llama_like import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3, STABLELM, STARCODER2
-from pretrain.model.families.mpt import MPT
 
 FAMILIES: dict[str, Family] = {
     "bloom": BLOOM,

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pretrain.checkpoint.save import commit
-from pretrain.cluster import local_launch
+from pretrain.cluster import ds_pretrain
 from pretrain.cluster.hosts import launcher_process
 from pretrain.resilience import requests
 from pretrain.resilience.launcher_watch import LAUNCHER_VARIABLE
@@ -124,10 +124,10 @@ def launch(case: dict[str, Any]) -> int:
     if pid == 0:
         code = 1
         try:
-            local_launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
+            ds_pretrain.subprocess = SimpleNamespace(  # type: ignore[assignment]
                 Popen=lambda command, env, **_: ForkedLauncher(case, env))
             launcher_process.reap_orphans = lambda launcher: None  # ForkedLauncher waits for the ranks itself
-            code = local_launch.run_launcher([], {}, Path(case["run"]))
+            code = ds_pretrain.run_launcher([], {}, Path(case["run"]))
         except BaseException:
             traceback.print_exc()
         finally:

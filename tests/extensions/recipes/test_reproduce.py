@@ -173,7 +173,7 @@ def test_each_recipe_has_a_page_and_a_receipt_of_met_expectations(name: str) -> 
     assert receipt["scale"] == ("small" if recipe.on_gpus else "full")
     assert receipt["runs"].keys() == set(recipe.scales[receipt["scale"]].names())
     if recipe.on_gpus:
-        return  # they share a page: test_reproduce_on_gpus.py
+        return  # they share a page: test_on_gpus.py
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert f"ds-pretrain reproduce {name}" in page
     assert recipe.source.partition(" ")[0] in page

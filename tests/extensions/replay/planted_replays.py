@@ -3,7 +3,7 @@
     python -m tests.extensions.replay.planted_replays FOLDER [LAYOUT ...] [CASE ...]
 
 In each layout one launch trains a tiny model of bytes on a blend of two sources, with a checkpoint. From this on, it
-trains each case with a fault (tests/support/plants.py), and the replays. Replays are the same for all cases in which
+trains each case with a fault (plants.py), and the replays. Replays are the same for all cases in which
 nothing is wrong in the replay, so that they are trained once. Then the cases are questioned, and graded:
 
     right       the cause is named, and no other, with the rank, step, layer or document; or all that can be known is

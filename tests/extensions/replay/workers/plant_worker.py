@@ -1,6 +1,6 @@
 """One rank of a test: train each case of a JSON file as `pretrain/train.py` does, with a planted fault.
 
-See tests/support/plants.py. The result of a case: {"code", "error", "acted": {rank: names of what its plant has
+See plants.py. The result of a case: {"code", "error", "acted": {rank: names of what its plant has
 changed}}; everything else is in its run folder.
 """
 
