@@ -79,7 +79,8 @@ def main() -> int:
 def _without_extension(words: list[str]) -> list[str]:
     """Return the words of `--extension my_module:EXTENSION SUBCOMMAND ...` with the subcommand first.
 
-    A subcommand of an extension is found after its extension is activated; others take the flag, or reject it.
+    A subcommand of an extension, and what one adds to another, is found after the extension is activated; other
+    subcommands take the flag, or reject it.
     """
     word, equals, value = words[0].partition("=") if words else ("", "", "")
     specs, rest = ([value], words[1:]) if equals else ([], words[1:])
@@ -87,7 +88,7 @@ def _without_extension(words: list[str]) -> list[str]:
         specs, rest = [*specs, rest[0]], rest[1:]
     if word != "--extension" or not specs or not rest or rest[0].startswith("-"):
         return words
-    if rest[0] in COMMANDS:
+    if rest[0] in COMMANDS and not COMMANDS[rest[0]].is_extensible:
         return [rest[0], "--extension", *specs, *rest[1:]]
     from pretrain.active_extensions import activate
 

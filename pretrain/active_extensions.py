@@ -18,6 +18,8 @@ from pretrain.own_code import described, import_own_module
 from pretrain.paths import RUN_FILES
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
@@ -172,6 +174,20 @@ def records_of_extensions(plan: "Plan") -> dict[str, Any]:
     """Return the keys that all extensions add to the record of a start."""
     return {key: value for each in extensions() if each.is_used(plan.args) and (record := each.function("record"))
             for key, value in record(plan).items()}
+
+
+def extend_parser(command: str, parser: Any) -> None:
+    """Let extensions add to the parser of a subcommand, or to its subparsers."""
+    for each in extensions():
+        if add := each.extends.get(command):
+            (each.load(add) if isinstance(add, str) else add)(parser)
+
+
+def patch_engine(engine: "DeepSpeedEngine", args: "RunArguments") -> None:
+    """Let all extensions that the run uses replace functions of an engine that was just built."""
+    for each in extensions():
+        if each.is_used(args) and (patch := each.function("patch")):
+            patch(engine)
 
 
 def run_files() -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
@@ -44,6 +46,9 @@ class Command:
     module: str  # full name, or relative to the module of the declaration: ".main"
     function: str = "main"
     runs_on_ranks: bool = False  # on one or several, and takes the flags of the launcher
+    is_extensible: bool = False  # see Extension.extends
+    # takes the place of the core's subcommand of this name, and does what that does, too; not with --extension
+    replaces: bool = False
 
     def load(self) -> Callable[[], Any]:
         """Import the module, and return the function."""
@@ -106,16 +111,16 @@ class Models:
 
 
 # functions of an Extension
-_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "record", "operators", "around", "secrets")
+_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "record", "operators", "patch", "around", "secrets")
 
 
 @dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `around` and `secrets` are functions, or
-    "module:function" with a module next to the declaration. They are called only if a flag of the extension is given,
-    it has no flags, or `is_always_used`.
+    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `patch`, `around` and `secrets` are
+    functions, or "module:function" with a module next to the declaration. They are called only if a flag of the
+    extension is given, it has no flags, or `is_always_used`.
     """
 
     name: str
@@ -140,6 +145,8 @@ class Extension:
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
+    # extensible subcommand -> function of its parser, or of the subparsers if it has them, that adds to these
+    extends: "Mapping[str, str | Callable[[Any], None]]" = field(default_factory=dict)
     requests: Mapping[str, RequestFile] = field(default_factory=dict)  # by the names of the files
     files: tuple[str, ...] = ()  # in the run folder, that `RunFolder.append` writes
     # title -> key of these rows -> unit and definition: for `ds-pretrain reference metrics`
@@ -156,6 +163,9 @@ class Extension:
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
     operators: "str | Callable[[], Kernels]" = ""
+    # (engine) -> None: replaces functions of an engine of DeepSpeed that was just built, such as passes over gradients;
+    # results stay equal. Two extensions may replace the same function: each calls the one that it finds
+    patch: "str | Callable[[DeepSpeedEngine], None]" = ""
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands

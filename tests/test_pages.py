@@ -145,7 +145,7 @@ def test_commands_that_are_not_run_are_on_a_page_and_name_existing_files_and_fla
     programs += [f"pretrain {word}" for word in command.split() if word in COMMANDS]
     programs += [f"pretrain {words}" for words in re.findall(r"ds-pretrain ((?:data|inspect|checkpoint) \w+)", command)]
     programs += ["pretrain prepare"] * ("prepare.sbatch" in command) + re.findall(r"tools/\w+\.py", command)
-    known = set().union(*map(_known_flags, {*programs, "pretrain train"}))
+    known = set().union(*map(_known_flags, {*programs, "pretrain train"} if _flags(command) else ()))
     of_others = {"deepspeed": {"module"}, "dry-gpu": {"setup", "random"},
                  "sbatch": {"parsable", "array", "dependency", "kill"}}
     known = known.union(*(flags for name, flags in of_others.items() if f"{name} " in command))

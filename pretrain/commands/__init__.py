@@ -26,13 +26,11 @@ COMMANDS = {
                       "corpus_main"),
     "tokenizer": Command(_DATA, "train a SentencePiece tokenizer", f"{_HERE}.prepare", "tokenizer_main"),
     "prepare": Command(_DATA, "tokenize text into token files (.bin and .idx)", f"{_HERE}.prepare", "prepare_main"),
-    "data": Command(_DATA, "verify, merge and split token files; find evaluation sets",
-                    f"{_HERE}.data"),
+    "data": Command(_DATA, "verify, merge and split token files", f"{_HERE}.data", is_extensible=True),
     "summary": Command(_AFTER, "progress and losses of a run", "pretrain.analysis.summary"),
     "evaluate": Command(_AFTER, "loss, bits per byte, and tasks of lm-eval", f"{_HERE}.evaluate"),
     "generate": Command(_AFTER, "generate text", f"{_HERE}.generate"),
-    "import": Command(_WEIGHTS, "adopt a run of another program; import weights of transformers",
-                      f"{_HERE}.import_run"),
+    "import": Command(_WEIGHTS, "import weights of transformers", f"{_HERE}.import_weights"),
     "export": Command(_WEIGHTS, "write a checkpoint for transformers, DeepSpeed or the Trainer",
                       f"{_HERE}.export"),
     "checkpoint": Command(_WEIGHTS, "list, verify, prune, convert and compare checkpoints", f"{_HERE}.checkpoint"),
@@ -46,14 +44,20 @@ COMMANDS = {
     "completion": Command(_FILES, "print a script that completes command lines in bash or zsh",
                           f"{_HERE}.completion"),
 }
+_OF_THE_CORE = dict(COMMANDS)
 
 
-def _add_commands(extension: Extension) -> None:
+def add_commands(extension: Extension) -> None:
+    """Add the subcommands of an extension to the table. Raises ConfigError for one that is there already."""
     for name, command in extension.commands.items():
-        if name in COMMANDS:
+        if name in COMMANDS and not (command.replaces and COMMANDS[name] is _OF_THE_CORE.get(name)):
             raise ConfigError(f"extension {extension.name}", problem=f"there is a subcommand {name} already",
                               remedy="give its subcommand another name")
         COMMANDS[name] = replace(command, module=extension.full_name(command.module))
+    for name in extension.extends:
+        if name not in COMMANDS or not COMMANDS[name].is_extensible:
+            raise ConfigError(f"extension {extension.name}", problem=f"nothing can be added to a subcommand {name}",
+                              remedy="give it a subcommand of its own")
 
 
-for_each_extension(_add_commands)
+for_each_extension(add_commands)

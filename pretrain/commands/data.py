@@ -1,19 +1,16 @@
-"""Token files: describe, hash, verify, merge, split and compare them."""
+"""Token files: describe, hash, verify, merge and split them. Extensions add subcommands."""
 
 import argparse
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pretrain.active_extensions import extend_parser
 from pretrain.cli import (
     LARGEST_INT,
     Parser,
     StopRequest,
     new_prefix,
     next_line,
-    path,
-    path_text,
     prefix,
     say,
     stop_on_signals,
@@ -22,15 +19,12 @@ from pretrain.cli import (
 )
 from pretrain.commands.next_command import after_prepare
 from pretrain.data.merge_split import merge, split
-from pretrain.data.overlap.find_overlap import find_overlap, open_train, remove_overlap
 from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
 from pretrain.data.prepare.summary import summary_text
-from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.inspect_files import describe, store_hashes, verify_data
 from pretrain.data.token_files.writer import IndexedWriter
-from pretrain.errors import STOPPED, ConfigError
-from pretrain.paths import check_file
+from pretrain.errors import STOPPED
 from pretrain.progress import ProgressBar
 
 
@@ -47,7 +41,7 @@ def _info(flags: argparse.Namespace) -> int:
 
 def _hash(flags: argparse.Namespace) -> int:
     for name in flags.prefixes:
-        with ProgressBar(f"hashing {name}", _bin_bytes([name])) as progress:
+        with ProgressBar(f"hashing {name}", bin_bytes([name])) as progress:
             hashes = store_hashes(name, progress.advance)
         print(f"{name}: SHA-256 {hashes.sha256}, written to {name}.sha256.json")
     return 0
@@ -56,7 +50,7 @@ def _hash(flags: argparse.Namespace) -> int:
 def _verify(flags: argparse.Namespace) -> int:
     code = 0
     for name in flags.prefixes:
-        with ProgressBar(f"verifying {name}", _bin_bytes([name])) as progress:
+        with ProgressBar(f"verifying {name}", bin_bytes([name])) as progress:
             lines, summary = verify_data(name, progress.advance)
         for line in lines or [f"{name}: {summary}"]:
             print(line)
@@ -67,71 +61,47 @@ def _verify(flags: argparse.Namespace) -> int:
 def _merge(flags: argparse.Namespace) -> int:
     if (shards := named_shards(flags.output, flags.prefixes)) is not None:
         return _merge_shards(flags, shards)
-    with stop_on_signals(), ProgressBar(f"merging into {flags.output}", _bin_bytes(flags.prefixes)) as progress:
+    with stop_on_signals(), ProgressBar(f"merging into {flags.output}", bin_bytes(flags.prefixes)) as progress:
         writer, notes = merge(flags.output, flags.prefixes, overwrite=flags.overwrite, advance=progress.advance)
     for note in notes:
         print(f"note: {note}")
-    _print_written([writer])
+    print_written([writer])
     return 0
 
 
 def _merge_shards(flags: argparse.Namespace, prefixes: list[str]) -> int:
     with stop_on_signals():
         shards = open_shards(prefixes)
-        with ProgressBar(f"merging into {flags.output}", _bin_bytes(prefixes)) as progress:
+        with ProgressBar(f"merging into {flags.output}", bin_bytes(prefixes)) as progress:
             merge_shards(flags.output, shards, overwrite=flags.overwrite, advance=progress.advance)
     print("\n".join([summary_text(flags.output), *next_line(after_prepare(flags.output))]))
     return 0
 
 
 def _split(flags: argparse.Namespace) -> int:
-    with stop_on_signals(), ProgressBar(f"splitting {flags.prefix}", _bin_bytes([flags.prefix])) as progress:
+    with stop_on_signals(), ProgressBar(f"splitting {flags.prefix}", bin_bytes([flags.prefix])) as progress:
         writers = split(flags.prefix, flags.out, proportions=flags.proportions, documents=flags.documents,
                         seed=flags.seed, overwrite=flags.overwrite, advance=progress.advance)
-    _print_written(writers)
+    print_written(writers)
     return 0
 
 
-def _overlap(flags: argparse.Namespace) -> int:
-    if flags.remove != (flags.out is not None):
-        raise ConfigError("--remove" if flags.remove else "--out", problem="--remove writes the documents without a "
-                          "match to a new data set, --out", remedy="give both flags or none")
-    if flags.json is not None:
-        check_file(flags.json, "--json")
-    separator = parse_separator(flags.document_separator) if flags.document_separator else ""
-    train = open_train(flags.prefix, flags.out, overwrite=flags.overwrite)
-    with stop_on_signals():
-        with ProgressBar(f"searching {flags.prefix}", _bin_bytes([flags.prefix])) as progress:
-            result = find_overlap(train, flags.against, n=flags.ngram, most_documents=flags.max_documents,
-                                  tokenizer=flags.tokenizer, workers=flags.workers or len(os.sched_getaffinity(0)),
-                                  read=ReadSettings(flags.format, flags.jsonl_key, separator),
-                                  advance=progress.advance)
-        print("\n".join([*result.lines(), *(f"note: {note}" for note in result.notes)]))
-        if flags.json is not None:
-            flags.json.write_text(json.dumps(result.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8",
-                                  errors="backslashreplace")
-        if flags.remove:
-            with ProgressBar(f"writing {flags.out}", _bin_bytes([flags.prefix])) as progress:
-                _print_written([remove_overlap(result, flags.out, progress.advance)])
-    return 0
-
-
-def _print_written(writers: Sequence[IndexedWriter]) -> None:
+def print_written(writers: Sequence[IndexedWriter]) -> None:
+    """Print the counts of data sets that were written."""
     for writer in writers:
         print(f"{writer.prefix}: documents: {writer.num_documents:,}; tokens: {writer.num_tokens:,} of {writer.dtype}")
 
 
-def _bin_bytes(names: Sequence[str]) -> int:
+def bin_bytes(names: Sequence[str]) -> int:
+    """Return the bytes of the .bin files of data sets, for progress bars."""
     paths = [Path(f"{name}.bin") for name in names]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def _data_parser() -> Parser:
-    parser = Parser(description="Describe, hash, verify, merge and split data sets, and compare them with evaluation "
-                                "sets.",
+    parser = Parser(description="Describe, hash, verify, merge and split data sets.",
                     epilog="Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input, also a damaged "
-                           ".bin or .idx; 75 merge, split or overlap was stopped by a "
-                           "signal.")
+                           ".bin or .idx; 75 stopped by a signal.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     help_of_prefix = "path of the data set, without .bin"
     for name, function, description in (
@@ -150,7 +120,7 @@ def _data_parser() -> Parser:
     command.add_argument("output", metavar="OUT", type=new_prefix, help="path of the new data set, without .bin")
     command.add_argument("prefixes", metavar="PREFIX", nargs="*", type=prefix,
                          help=f"{help_of_prefix} (default: the shards of OUT)")
-    _add_overwrite(command)
+    add_overwrite(command)
     command = commands.add_parser("split", help="divide the documents of a data set among several",
                                   description="Divide the documents of a data set among several.")
     command.set_defaults(function=_split)
@@ -164,41 +134,13 @@ def _data_parser() -> Parser:
     command.add_argument("--seed", type=whole_number(0, LARGEST_INT),
                          help="choose the documents at random, with this seed; they keep their order. Without it, the "
                               "parts are consecutive documents, those of the flag --split of a run")
-    _add_overwrite(command)
-    _add_overlap(commands.add_parser(
-        "overlap", help="find the documents that contain text of evaluation sets",
-        description="Find the documents of training data that contain text of evaluation sets (contamination): runs of "
-                    "N tokens that both have."))
+    add_overwrite(command)
+    extend_parser("data", commands)
     return parser
 
 
-def _add_overlap(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    command.set_defaults(function=_overlap)
-    add("prefix", metavar="PREFIX", type=prefix, help="path of the training data, without .bin")
-    add("--against", required=True, metavar="EVAL", nargs="+", type=path_text,
-        help="evaluation sets: token files (the path without .bin), or text, JSON lines or Parquet as ds-pretrain "
-             "prepare reads it: a file, a folder, a glob in quotes")
-    add("--ngram", type=whole_number(2, 1000), default=13, metavar="N",
-        help="tokens of a match (default: %(default)s)")
-    add("--max_documents", type=whole_number(1, 10**9), default=10, metavar="N",
-        help="a run of tokens in more training documents is no match, but something like a license or a menu "
-             "(default: %(default)s)")
-    add("--remove", action="store_true", help="write the training documents without a match to --out")
-    add("--out", type=prefix, metavar="PREFIX", help="path of the data set that --remove writes, without .bin")
-    _add_overwrite(command)
-    add("--json", type=path, metavar="FILE", help="also write the report to this file")
-    add("--tokenizer", type=path_text, metavar="PATH",
-        help="tokenizer of the training data, for text (default: the one that PREFIX.meta.json names)")
-    add("--format", choices=FORMATS, default="auto", help="format of text (default: %(default)s, by its content)")
-    add("--jsonl_key", type=text, default="text",
-        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
-    add("--document_separator", type=text,
-        help=r"text between two documents of a text file, such as '\n\n' (default: a file is one document)")
-    add("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
-
-
-def _add_overwrite(command: argparse.ArgumentParser) -> None:
+def add_overwrite(command: argparse.ArgumentParser) -> None:
+    """Add the flag of all subcommands that write data sets."""
     command.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 

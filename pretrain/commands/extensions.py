@@ -27,5 +27,5 @@ def _description(extension: Extension) -> str:
     missing = [package for package in extension.requires if importlib.util.find_spec(package) is None]
     lines = [f"{extension.name} ({extension.origin}): {extension.summary}"]
     rows = {"flags": " ".join(f"--{name}" for name in extension.flags), "commands": " ".join(extension.commands),
-            "missing packages": " ".join(missing)}
+            "adds to": " ".join(extension.extends), "missing packages": " ".join(missing)}
     return "\n".join([*lines, *(f"  {name}: {value}" for name, value in rows.items() if value)])

@@ -1,6 +1,6 @@
 """Where the documents of a data set come from, and what left out or changed documents, as its .meta.json says.
 
-Data sets that are made from it (`data merge`, `split` and `overlap --remove`) keep these facts.
+Data sets that are made from it (by `data merge` and `split`, for example) keep these facts.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,16 @@ from pretrain.data.data_spec import absolute_words
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 
 MERGED_FROM = "merged_from"
-_KEYS = ("sources", "filters", "fill_in_middle", "without_overlap", MERGED_FROM)
+_KEYS = ("sources", "filters", "fill_in_middle")
+_WITHOUT = "without_"  # begins the keys of documents that were removed from a data set
 _COUNTS = ("documents", "documents_read_in_parts")  # in fill_in_middle: of the prepared data set alone
 _MOST_LISTED = 1000  # inputs in the .meta.json of merged data
 
 
 def provenance(data: IndexedDataset) -> dict[str, Any]:
     """Return these facts without counts, which are of this data set alone; {} if there are none."""
-    found = {key: data.meta[key] for key in _KEYS if data.meta.get(key)}
+    keys = (*_KEYS, *(key for key in data.meta if key.startswith(_WITHOUT)), MERGED_FROM)
+    found = {key: data.meta[key] for key in keys if data.meta.get(key)}
     if isinstance(middle := found.get("fill_in_middle"), dict):
         found["fill_in_middle"] = {key: value for key, value in middle.items() if key not in _COUNTS}
     return found
@@ -38,12 +40,3 @@ def merged_provenance(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
                 found["sources"] = {key: value for key, value in found["sources"].items() if key != "list"}
     return {**shared, MERGED_FROM: [{"data": absolute_words(str(data.prefix)), "documents": data.num_documents, **found}
                                     for data, found in zip(datasets, own, strict=True)]}
-
-
-def is_rearranged(data: IndexedDataset) -> bool:
-    """Return whether --fim_rate rearranged documents of the data set, or of one that was merged into it."""
-    return _is_rearranged(data.meta)
-
-
-def _is_rearranged(meta: dict[str, Any]) -> bool:
-    return bool(meta.get("fill_in_middle")) or any(map(_is_rearranged, meta.get(MERGED_FROM) or []))

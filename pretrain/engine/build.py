@@ -16,6 +16,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
+from pretrain.active_extensions import patch_engine
 from pretrain.config.model_of_run import initialization_of, undecayed_names
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
@@ -41,9 +42,7 @@ from pretrain.engine.optimizer import (
 )
 from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, engine_config
 from pretrain.engine.patches.apply import apply_patches
-from pretrain.engine.patches.host_reads import read_less
-from pretrain.engine.patches.host_time import save_host_time
-from pretrain.engine.patches.host_waits import wait_on_device
+from pretrain.engine.patches.late_skip import late_skip
 from pretrain.engine.patches.monitors import patch_flops_profiler, survive_failing_monitors
 from pretrain.engine.patches.zero import (
     forget_group_of_earlier_engine,
@@ -58,7 +57,7 @@ from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
 from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks, gather_complete_blocks
-from pretrain.model.operators import all_kernels, choose_operators
+from pretrain.model.operators import choose_operators
 from pretrain.model.parameters import check_dtype
 
 
@@ -151,12 +150,9 @@ def build_engine(plan: Plan, *, initialize: bool = True,
         apply_patches(engine, own.update)
     with shortcut("no reduction on one rank"):
         skip_reduction_on_one_rank(engine)
-    save_host_time(engine)
-    with shortcut("fewer reads from the device"):
-        read_less(engine, own.update)
-    wait_on_device(engine, own.update)
-    for kernels in all_kernels():
-        kernels.patch(engine)
+    with shortcut("updates skipped on the device"):
+        own.update.late = late_skip(engine)
+    patch_engine(engine, plan.args)
     add_recipe(engine, plan.args)
     patch_flops_profiler(engine)
     if engine.device.type == "cpu":

@@ -20,8 +20,6 @@ import torch
 from pretrain.active_extensions import extensions
 
 if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
-
     from pretrain.config.plan import Plan
 
 T = TypeVar("T")
@@ -69,9 +67,6 @@ class Kernels:
 
     def choose(self, plan: "Plan") -> None:
         """Decide which offers the run uses. Collective: all ranks must decide the same, and a resume as before."""
-
-    def patch(self, engine: "DeepSpeedEngine") -> None:
-        """Replace passes of an engine that was just built, such as those over gradients."""
 
     def simulate(self, tensor_type: type[torch.Tensor]) -> None:
         """Choose without other ranks, and from now on allocate as for real tensors but compute nothing.

@@ -35,7 +35,7 @@ NOTE = "why this run: a <b>first</b> try\x1b[2J"
 # all other functions may read values from the device in logged steps only
 ON_CPUS = ("data/loader.py:_read", "extensions/cpu_kernels/", "model/kernels/documents.py:")
 IN_SAVES = ("checkpoint/", "distributed/collectives.py")
-BEFORE_UPDATES = ("engine/patches/", "resilience/")
+BEFORE_UPDATES = ("engine/patches/", "extensions/host_time/", "resilience/")
 RECORDER = ("extensions/replay/recorder.py:_crc", "extensions/replay/recorder.py:complete")
 
 

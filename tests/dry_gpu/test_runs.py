@@ -242,8 +242,7 @@ def test_exported_and_imported_weights_train(dry_gpu: DryGpu, trained: dict[str,
     """A run is exported, imported, and continued from these weights in another layout."""
     for words in (["export", trained["save"], "--output", tmp_path / "hf"],
                   ["import", tmp_path / "hf", "--output", tmp_path / "imported"],
-                  ["export", trained["save"], "--output", tmp_path / "universal", "--format", "universal"],
-                  ["import", tmp_path / "universal", "--save", tmp_path / "adopted"]):
+                  ["export", trained["save"], "--output", tmp_path / "universal", "--format", "universal"]):
         done = dry_gpu(["python", "-m", "pretrain", *map(str, words)])
         assert done.returncode == 0, done.stdout[-3000:]
     (tmp_path / "ds.json").write_text(json.dumps(bf16(3)))

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
-from pretrain.errors import REJECTED
+from pretrain.commands import COMMANDS, add_commands
+from pretrain.errors import REJECTED, ConfigError
+from pretrain.extension import Command, Extension
 from pretrain.monitor.read_run_folder import read_rows
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, train_ranks
@@ -100,7 +102,30 @@ def test_the_flag_may_stand_in_front_of_a_subcommand_and_other_extensions_in_a_y
     assert "Print the lowest training loss of a run." in done.stdout
 
 
+_ADDS = """from pretrain.extension import Extension
+def add(commands):
+    commands.add_parser("count").set_defaults(function=lambda flags: 3)
+EXTENSION = Extension("adds", "Adds a subcommand.", extends={"data": add})
+"""
+
+
+def test_it_adds_a_subcommand_to_data(folder: Path) -> None:
+    (folder / "adds.py").write_text(_ADDS)
+    assert program(folder, "--extension", "adds:EXTENSION", "data", "count").returncode == 3
+    assert program(folder, "data", "count").returncode == REJECTED
+
+
+def test_one_extension_may_replace_a_subcommand_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "new", COMMANDS["new"])  # restored at the end
+    command = Command("run", "write settings, and more", "more", replaces=True)
+    add_commands(Extension("first", "", commands={"new": command}))
+    assert COMMANDS["new"] == command
+    with pytest.raises(ConfigError, match="extension second: there is a subcommand new already"):
+        add_commands(Extension("second", "", commands={"new": command}))
+
+
 @pytest.mark.parametrize(("words", "line"), [
+    (["--extension", "added:EXTENSION"], "extension adds: nothing can be added to a subcommand check"),
     (["--extension", "named:EXTENSION"], "extension stop_at_loss: a run has a flag --config already"),
     (["--extension", "commands:EXTENSION"], "extension stop_at_loss: there is a subcommand check already"),
     (["--extension", NAME, "--stop_loss", "-1"], "--stop_loss: found -1.0; expected above 0"),
@@ -121,6 +146,7 @@ def test_wrong_extensions_get_one_line(words: list[str], line: str, folder: Path
                                                   ).replace(', "Stops a run at a loss."', ""))
     (folder / "named.py").write_text(CODE.replace("stop_loss: float", "config: float"))
     (folder / "commands.py").write_text(CODE.replace('"lowest": Command', '"check": Command'))
+    (folder / "added.py").write_text(_ADDS.replace('"data"', '"check"'))
     (folder / "core.py").write_text(CODE.replace("stop_loss: float", "train_steps: float"))
     done = program(folder, "check", "--world_size", "1", "--deepspeed_config", "zero1_bf16", "--model", "gpt2",
                    "--save", "new", *words)

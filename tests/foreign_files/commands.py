@@ -18,13 +18,22 @@ class World:
     folder: Path
 
     def __getattr__(self, name: str) -> Path:
-        """Return a folder: run, own (the same run, unchanged), hf, data, foreign, victim, here, out, tmp, cache."""
+        """Return a folder: run, own (the same run, unchanged), hf, data, victim, here, out, tmp, cache."""
         return self.folder / name
 
     def base(self, name: str) -> Path:
-        """Return the folder of the files that FILES has under a name: the data, for those of an extension."""
-        is_of_extension = any(name in module.FILES for module in _OF_EXTENSIONS)
-        return self.data if is_of_extension else self.folder / name
+        """Return the folder of the files that FILES has under a name.
+
+        It is the data, for those of an extension that does not write its own ones.
+        """
+        is_in_data = any(name in module.FILES and not hasattr(module, "write_files") for module in _OF_EXTENSIONS)
+        return self.data if is_in_data else self.folder / name
+
+    def write_files_of_extensions(self) -> None:
+        """Make what takes long, once."""
+        for module in _OF_EXTENSIONS:
+            if hasattr(module, "write_files") and not all(self.base(name).exists() for name in module.FILES):
+                module.write_files(self.folder)
 
     def flags(self, **changes: str) -> list[str]:
         """Return flags of a run of the user."""
@@ -58,8 +67,7 @@ def commands(world: World) -> dict[str, dict[str, Words]]:
             "convert": ["checkpoint", "convert", run, f"{out}/converted"]},
         "hf": {
             "generate": ["generate", hf, "--prompt", "w1 w2", "--max_new_tokens", "2"],
-            "import --output": ["import", hf, "--output", f"{out}/imported"],
-            "import --save": ["import", hf, "--save", f"{out}/adopted"],
+            "import": ["import", hf, "--output", f"{out}/imported"],
             "check": ["check", *world.flags(model=hf, model_overrides="", seq_length="16")],
             "init_from": ["check", *world.flags(init_from=hf, seq_length="16", **branch)],
             "compare": ["compare", "--model", hf, "--world_size", "2"],
@@ -67,9 +75,6 @@ def commands(world: World) -> dict[str, dict[str, Words]]:
         "data": {"info": ["data", "info", f"{world.data}/corpus"], "verify": ["data", "verify", f"{world.data}/corpus"],
                  "check": ["check", *world.flags(train_data=f"{world.data}/corpus", model_overrides="")],
                  "documents": ["inspect", "documents", f"{world.data}/corpus"]},
-        "foreign": {"import": ["import", str(world.foreign), "--model", f"{world.data}/gpt2.json",
-                               "--save", f"{out}/adopted"]},
-        "trainer": {"import": ["import", str(world.trainer), "--save", f"{out}/adopted"]},
         **{name: words for module in _OF_EXTENSIONS for name, words in module.commands(world).items()}}
 
 
@@ -90,18 +95,15 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
             "consolidate", "convert"),
         f"{_CHECKPOINT}/shard_index_rank_00000.json": ("verify", "export", "generate", "convert"),
         "checkpoints/latest": ("list", "resume_from", "init_from", "export")},
-    "hf": {"config.json": (), "tokenizer.json": ("generate", "import --save", "import --output", "prepare"),
-           "tokenizer_config.json": ("generate", "import --save", "import --output", "prepare"),
-           "special_tokens_map.json": ("import --save", "prepare"),
-           "generation_config.json": ("generate", "import --save"),
-           "model.safetensors.index.json": ("generate", "import --output", "init_from"),
-           "added_tokens.json": ("import --save", "import --output"),
-           "adapter_config.json": ("generate", "import --save"),
-           "chat_template.jinja": ("import --save", "generate")},
+    "hf": {"config.json": (), "tokenizer.json": ("generate", "import", "prepare"),
+           "tokenizer_config.json": ("generate", "import", "prepare"),
+           "special_tokens_map.json": ("import", "prepare"),
+           "generation_config.json": ("generate", "import"),
+           "model.safetensors.index.json": ("generate", "import", "init_from"),
+           "added_tokens.json": ("import",),
+           "adapter_config.json": ("generate", "import"),
+           "chat_template.jinja": ("import", "generate")},
     "data": {"corpus.meta.json": (), "corpus.sha256.json": ("verify", "info", "check")},
-    "trainer": {"config.json": (), "checkpoint-2/trainer_state.json": (), "checkpoint-2/config.json": (),
-                "checkpoint-2/latest": (), "checkpoint-2/generation_config.json": ()},
-    "foreign": {"latest": ()},
     **{name: files for module in _OF_EXTENSIONS for name, files in module.FILES.items()}}
 # values of run.json that name files, hosts, repositories, modules or commands
 PLACES = (*(f"0.flags.{name}" for name in (
@@ -115,5 +117,4 @@ PLACES = (*(f"0.flags.{name}" for name in (
 NUM_NAMES = 34  # the last payloads name places
 # .pt files whose values are made hostile, too
 PICKLES: dict[str, tuple[str, ...]] = {
-    "trainer": ("checkpoint-2/training_args.bin", "checkpoint-2/scheduler.pt"),
-    "foreign": ("global_step2/mp_rank_00_model_states.pt",)}
+    name: files for module in _OF_EXTENSIONS for name, files in getattr(module, "PICKLES", {}).items()}

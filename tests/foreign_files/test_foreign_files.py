@@ -9,17 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pretrain.checkpoint.save.retention import Rollback
 from pretrain.distributed.process import PROGRAM
-from tests.distributed.test_foreign_files import GPT2, plain, trainer
+from tests.foreign_files.commands import World
 from tests.foreign_files.fuzz import SECRET
 from tests.foreign_files.payloads import MODULE, dumped
 from tests.foreign_files.sandbox import VARIABLE, Tree
-from tests.support.cases import config
-from tests.support.launch import ROOT, run_worker, train_ranks
+from tests.support.launch import ROOT, train_ranks
 from tests.support.run_folders import rank_rows
 from tests.wrong_inputs.world import make_world
 
@@ -150,16 +148,6 @@ def test_the_sandbox_sees_what_is_not_allowed(tmp_path: Path) -> None:
                      ("code", str(tmp_path / "code.py"))]
 
 
-def add_foreign(world: Path) -> None:
-    """Train a plain DeepSpeed loop and a Trainer, whose checkpoints are foreign files."""
-    (world / "data/gpt2.json").write_text(json.dumps(GPT2))
-    np.save(world / "samples.npy", np.random.default_rng(0).integers(1, 131, (16, 17)))
-    shared = {"model": GPT2, "samples": "samples.npy", "steps": 2, "save_at": 2}
-    run_worker("adopt_worker.py", [
-        {**plain(GPT2, config(1, micro=4), groups=True), **shared, "name": "foreign"},
-        {**trainer(2, bf16=True), **shared, "name": "trainer"}], 1, world)
-
-
 def test_hostile_texts_and_links(world: Path) -> None:
     """About 500 commands, each on another hostile copy of a file."""
     check(fuzz(world, seed=0, count=8))
@@ -168,8 +156,7 @@ def test_hostile_texts_and_links(world: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_many_hostile_texts_and_links(world: Path, seed: int) -> None:
-    if not (world / "trainer").exists():
-        add_foreign(world)
+    World(world).write_files_of_extensions()
     check(fuzz(world, seed=seed, count=60))
 
 

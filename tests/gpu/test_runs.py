@@ -115,7 +115,10 @@ def test_memory_is_predicted_within_a_tenth(model: str, stage: int, extra: dict[
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_host_does_not_wait_between_logged_steps(stage: int, corpus: str, tmp_path: Path, write) -> None:
-    """It only waits for copies that the step before has started. tests/dry_gpu/test_waits.py has more layouts."""
+    """It only waits for copies that the step before has started.
+
+    tests/extensions/host_time/test_waits.py has more layouts.
+    """
     path, waits = write(fused(config(stage, precision="bf16"))), tmp_path / "waits.txt"
     start(tmp_path / "run", path, flags(corpus, steps=14, log_interval=100, document_attention="true", seq_length=128),
           program="tools/dry_gpu/waits.py", DRY_GPU_WAITS=str(waits))

@@ -11,8 +11,8 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
     "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
-    "tools/training_data.md", "tools/weights.md", "tools/memory.md",
-    "tools/checkpoints.md", "tools/adopt.md", "tools/adopt_megatron.md", "tools/evaluation.md", "tools/gpu.md",
+    "tools/training_data.md", "tools/memory.md",
+    "tools/checkpoints.md", "tools/weights.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
     "tools/performance.md", "tools/measurements.md", "tools/metrics.md",
     "ds_configs/README.md", "ds_configs/recipe.md", "ds_configs/long_sequences.md", "ds_configs/pipelines.md",
@@ -34,7 +34,7 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "launch/setup.sh --offload", "ruff check .", "mypy", "lint-imports"),
     "needs the environment of the dry GPU: tests/dry_gpu starts the same programs": (
         "tools/dry_gpu/dry-gpu --setup", "pytest tests/dry_gpu", "pytest -m slow tests/dry_gpu",
-        *(f"pytest -m slow tests/dry_gpu/test_{name}.py" for name in ("runs", "waits", "triton_kernels")),
+        *(f"pytest -m slow tests/dry_gpu/test_{name}.py" for name in ("runs", "triton_kernels")),
         "DRY_GPU_LINES=runs/lines pytest -m slow tests/dry_gpu", "python tools/dry_gpu/cuda_lines.py runs/lines",
         "DRY_GPU_CACHING=1 DRY_GPU_COUNT=2 tools/dry_gpu/dry-gpu python tools/dry_gpu/memory_table.py --random 40",
         *(f"DRY_GPU_CACHING=1 tools/dry_gpu/dry-gpu python tools/dry_gpu/memory_table.py \"--deepspeed_config {row} "
@@ -58,22 +58,9 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "takes an hour: tests/distributed/test_replay.py with -m slow": (
         "python -m tests.extensions.replay.planted_replays OUT",),
     "needs a bad step: tests/distributed/test_replay.py": ("ds-pretrain replay runs/gpt2@41203",),
-    "needs a run of another program: tests/distributed/test_adopt.py": (
-        "ds-pretrain import trainer_output --save runs/adopted",
-        "ds-pretrain check --world_size 8 --config runs/adopted/run.yaml --train_data data/corpus --seq_length 2048",
-        "ds-pretrain --num_gpus 8 --config runs/adopted/run.yaml --train_data data/corpus --seq_length 2048"),
-    "needs a run of another program: tests/checkpoint/test_adopt_torchtitan.py": (
-        "ds-pretrain import outputs/checkpoint --step 6000 --model CONFIG --seq_length 8192 --save "
-        "runs/from-torchtitan",
-        "ds-pretrain import megatron-checkpoints --save runs/from-megatron"),
-    "needs torchtitan and Megatron Core: tests/distributed/checkpoint/test_adopt_dcp.py stands for them": (
-        "python -m tests.support.adopted_dcp torchtitan=PYTHON megatron_core=PYTHON",),
-    "needs clones of two programs: tests/distributed/checkpoint/test_adopt_megatron.py stands for them":
-        ("python -m tests.support.peer_programs OUT CORPUS CLONES",),
     "tests/model/test_on_fake_device.py runs it": ("python -m tests.model.on_fake_device",),
     "README.md evaluates and exports another run": (
         "ds-pretrain evaluate runs/run", "ds-pretrain export runs/run --output runs/run-hf"),
-    "takes an hour: tests/distributed/test_adopt.py with -m slow": ("python -m tests.support.adopted",),
     "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
         "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
     "takes minutes: tests/data/tokenizers/test_measure_encoding.py": (
@@ -120,8 +107,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "--gradient_accumulation_steps $((16 / m)) --train_steps 8 --save runs/accumulation-$m; done; $run "
         "--num_accelerators 2 --deepspeed_config zero0_fp32 --micro_batch_size 8 --train_steps 8 --save "
         "runs/accumulation-2-ranks"),
-    "its data is eleven copies of another; tests/data/overlap/test_overlap.py searches smaller data": (
-        "time ds-pretrain data overlap data/copies --against runs/quickstart/corpus/valid.jsonl --workers 1",),
     "needs GPUs": (
         "ds-pretrain --num_gpus 8 --config run.yaml", "python tools/bench.py --preset h200-gpt3-1.3b",
         "python tools/bench.py --preset h200-gpt3-1.3b --what determinism",

@@ -49,7 +49,6 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     ((GENERATE, "summary", "import", "average", "export",
       "inspect step", EVALUATE), "PATH REST", _NO_FOLDER, _NAME),
     (("import", "average"), "RIGHT --output PATH", _USED_FOLDER_OR_STEP, _NAME),
-    (("import",), "{world}/hf --save PATH", _USED_FOLDER_OR_STEP, _NAME),
     (("export",), "RIGHT --output PATH", _USED_FOLDER, _NAME),
     (("export",), "RIGHT --tokenizer PATH",
      {what: path for what, path in _UNREADABLE.items() if what != "folder"}, "--tokenizer"),
@@ -64,10 +63,7 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("data merge",), "PATH {world}/corpus", _NO_PREFIX, _NAME),
     (("data hash", "data verify", "data info", "inspect documents"), "PATH",
      _NO_DATA, _NAME),
-    (("data split", "data overlap"), "PATH REST", _NO_DATA, _NAME),
-    (("data overlap",), "RIGHT --remove --out PATH", _NO_PREFIX, "--out"),
-    (("data overlap",), "RIGHT --json PATH", {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
-    (("data overlap",), "RIGHT --tokenizer PATH", _UNREADABLE, "--tokenizer"),
+    (("data split",), "PATH REST", _NO_DATA, _NAME),
     (("data merge",), "{world}/out PATH {world}/foreign", _NO_DATA, _NAME),
     *((("compare",), f"RIGHT {flag} PATH", {**_NO_FILE, "folder": "{world}/nvme"}, flag)
       for flag in ("--json", "--csv", "--write")),
@@ -87,7 +83,6 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
 
 _SAFETENSORS, _MANIFEST = "hf/model.safetensors", "done/checkpoints/global_step5/manifest.json"
 _HF = {"broken_hf/config.json": b"{}", "broken_hf/model.safetensors": b""}
-_FOREIGN = {"global_step5/mp_rank_00_model_states.pt": b"nonsense"}
 _TASK = {"task": "own", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
          "dataset_kwargs": {"data_files": {"test": "/none/questions.jsonl"}}, "doc_to_text": "{{question}}"}
 _OWN_TASK = {"tasks/own.yaml": json.dumps(_TASK).encode()}
@@ -118,20 +113,6 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
         "hf/tokenizer.json": b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 320}, '
                              b'"unk_token": "a"}}'}),
     ("import", "RIGHT", "tokenizer.model", {"hf/tokenizer.model": b"nonsense"}),
-    *(("import", words, culprit, _FOREIGN) for words, culprit in (
-        ("{world}/hf", "--save --output"), ("RIGHT --step 7", "--step: it has no effect: --output imports weights"),
-        ("{world}/hf --save {world}/out --step 7", "--step: it has no effect: {world}/hf has weights alone"),
-        ("{world}/hf --save {world}/out --accept_without rng", "--accept_without: it has no effect"),
-        ("{world}/hf --save {world}/done", "done: the folder exists"),
-        ("{world}/done --save {world}/out", "--resume_from"),
-        ("{world}/nvme --save {world}/out", "nvme: it holds no checkpoint that is recognized (it has no files)"),
-        ("{world}/none --save {world}/out", "none: there is no such folder"),
-        ("{world} --save {world}/out --step 7", "no checkpoint of this step. It has those of the steps 5"),
-        ("{world} --save {world}/done", "done: the folder exists"),
-        ("{world} --save {world}/global_step3", "--save: {world}/global_step3 names a checkpoint"),
-        ("{world} --save {world}/out --accept_without rgn", 'Did you mean "rng"?'),
-        ("{world} --save {world}/out --accept_without rng,", "--accept_without: found an empty name"),
-        ("{world} --save {world}/out --model {world}/none", "none"))),
     ("export", "RIGHT", "weights.pt: found SHA-256", {}),
     ("export", "RIGHT --format torch", "--format", {}),
     *(("export", f"RIGHT --format universal {flag}", f"{flag.split()[0]}: --format universal has no such choice", {})

@@ -5,10 +5,7 @@ Each work-around is one function of this folder, and cites the file of DeepSpeed
 These work-arounds save time only, and are applied for each version of DeepSpeed:
 
     one data-parallel rank: gradients are copied twice and divided by 1   zero.skip_reduction_on_one_rank
-    every step walks over all modules in Python, and sums over one rank   host_time.save_host_time
-    values that other values imply are read from the device               host_reads.read_less
     the host waits to decide whether an update is skipped                 late_skip.late_skip
-    the host waits where another stream of the device could               host_waits.wait_on_device
     monitors wait for the device in every step                            monitors.take_monitors
     every run imports torch's compiler, 2 s                               engine/prepare.py, avoid_compiler_imports
     the launcher of a host imports torch and DeepSpeed, 1.3 s             cluster/without_torch.py
@@ -31,7 +28,6 @@ from pretrain.engine.patches.fp16 import (
     scale_loss_at_stage_0,
     undo_step_at_construction,
 )
-from pretrain.engine.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
 from pretrain.engine.patches.optimizers import (
     clip_only_adam_with_muon,
     convert_steps_of_muons_adam,
@@ -50,10 +46,10 @@ from pretrain.engine.patches.skip import (
     checks_norm,
     clear_gradients_of_skipped_updates,
     keep_muon_momentum,
+    skip_invalid_norms,
     skip_non_finite_fp32_updates,
 )
-from pretrain.engine.patches.skip_by_norm import skip_invalid_norms
-from pretrain.engine.patches.zero import sum_gradients_of_shards
+from pretrain.engine.patches.zero import parameters_on_nvme, save_complete_nvme_checkpoints, sum_gradients_of_shards
 from pretrain.engine.update import Update
 
 

@@ -7,8 +7,7 @@ GradScaler sets): if it is 1, weights, states and the number of steps keep their
 next update begins, after the forward and backward passes of that step were launched, and then counts the skipped step
 and takes back the step of the schedule.
 
-Guarded by tests/distributed/test_skipped_updates.py and tests/extensions/cpu_kernels/test_update_passes.py (layouts
-`*_fused`).
+Guarded by tests/distributed/test_skipped_updates.py and tests/extensions/host_time/test_updates.py (layouts `*_fused`).
 """
 
 import contextlib
@@ -50,18 +49,19 @@ class LateSkip:
         on_cuda = engine.device.type == "cuda"
         self._flag = torch.zeros((), pin_memory=True) if on_cuda else torch.zeros(())
         self._copied = get_accelerator().Event() if on_cuda else None
+        self._infinity = torch.full((), torch.inf, device=engine.device)
         self._before: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []  # schedule and settings before its step
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
         """Call the optimizer's step in the block. The flag of the update before must have been read."""
-        optimizer, flag = self._engine.optimizer, None
+        optimizer, is_invalid = self._engine.optimizer, None
 
         def is_invalid_grad_norm(norm: torch.Tensor) -> bool:
-            nonlocal flag
-            if flag is None:  # ZeRO-1 and 2 ask again for each parameter group
-                flag = ((norm >= 0) & (norm < torch.inf)).logical_not().to(torch.float32).reshape(())
-                optimizer.optimizer.found_inf = flag
+            nonlocal is_invalid
+            if is_invalid is None:  # ZeRO-1 and 2 ask again for each parameter group
+                is_invalid = ((norm >= 0) & (norm < torch.inf)).logical_not().reshape(())
+                optimizer.optimizer.found_inf = is_invalid.to(torch.float32)
             return False
 
         self.is_deciding = True
@@ -70,15 +70,15 @@ class LateSkip:
                 yield
         finally:
             self.is_deciding = False
-            vars(optimizer.optimizer).pop("found_inf", None)
-        if flag is not None:
-            self._begin_read(flag)
+            flag = vars(optimizer.optimizer).pop("found_inf", None)
+        if is_invalid is not None:
+            self._begin_read(flag, is_invalid)
 
-    def _begin_read(self, flag: torch.Tensor) -> None:
+    def _begin_read(self, flag: torch.Tensor, is_invalid: torch.Tensor) -> None:
         optimizer, scheduler = self._engine.optimizer, self._engine.lr_scheduler
         norm = optimizer._global_grad_norm
-        # as DeepSpeed reports the norm of a skipped update
-        optimizer._global_grad_norm = torch.nan_to_num(norm, nan=torch.inf, posinf=torch.inf)
+        # as DeepSpeed reports the norm of a skipped update, for which its functions may return -1
+        optimizer._global_grad_norm = torch.where(is_invalid, self._infinity, norm)
         self._flag.copy_(flag, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

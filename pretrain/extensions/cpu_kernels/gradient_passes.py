@@ -23,6 +23,14 @@ from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.extensions.cpu_kernels.c_functions import euclidean_norm, has_not_finite, multiply_, scale_to_float_
 from pretrain.extensions.cpu_kernels.choice import in_c
 from pretrain.extensions.cpu_kernels.memory import PIECE_ELEMENTS
+from pretrain.extensions.cpu_kernels.profiled_flops import count_functions_in_c
+
+
+def patch_engine(engine: DeepSpeedEngine) -> None:
+    """Make passes over gradients in C, and let the flops profiler count the functions in C."""
+    pass_over_gradients_in_c(engine)
+    if (profiler := getattr(engine, "flops_profiler", None)) is not None:
+        count_functions_in_c(profiler)
 
 
 def pass_over_gradients_in_c(engine: DeepSpeedEngine) -> None:

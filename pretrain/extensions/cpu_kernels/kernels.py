@@ -25,8 +25,6 @@ from pretrain.model.operators import Kernels, Offer
 from pretrain.monitor.read_run_folder import newest_recorded
 
 if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
-
     from pretrain.config.plan import Plan
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
@@ -52,16 +50,6 @@ class CpuKernels(Kernels):
         """Choose the families in C: see choice.choose."""
         recorded = newest_recorded(Path(plan.args.save), _RECORD) if plan.args.save and dist.get_rank() == 0 else None
         choose(recorded, measured=not plan.args.deterministic)
-
-    def patch(self, engine: "DeepSpeedEngine") -> None:
-        """Make passes over gradients in C, and let the flops profiler count the functions in C."""
-        # they import DeepSpeed, which processes without an engine need not
-        from pretrain.extensions.cpu_kernels.gradient_passes import pass_over_gradients_in_c
-        from pretrain.extensions.cpu_kernels.profiled_flops import count_functions_in_c
-
-        pass_over_gradients_in_c(engine)
-        if (profiler := getattr(engine, "flops_profiler", None)) is not None:
-            count_functions_in_c(profiler)
 
     def simulate(self, tensor_type: type[torch.Tensor]) -> None:
         """Choose by measurements on real tensors, and let C functions do nothing from now on."""

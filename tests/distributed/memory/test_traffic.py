@@ -8,13 +8,12 @@ import pytest
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import resolve_ds_config
-from pretrain.distributed.deepspeed_version import deepspeed_version, is_at_least
 from pretrain.distributed.device import cpu_device
 from pretrain.memory.step_time.block_traffic import Transfer
 from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, NO_NVME, case, config, flags, fused, nvme
-from tests.support.launch import ROOT, run_worker
+from tests.support.launch import run_worker
 from tests.support.model_shapes import SHAPES, write_config
 
 RANKS = 2
@@ -109,7 +108,6 @@ def measured(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     (folder / "swap").mkdir()
     cases = [case(name, "", values, flags(corpus, **FLAGS, **({"emulate_fp16": True} if "fp16" in values else {})))
              for name, values in CONFIGS.items()]
-    cases += [{**each, "name": f"{each['name']}_plain", "plain": True} for each in cases if each["name"] in PLAIN_READS]
     cases += [case(name, "", values, flags(corpus, **FLAGS, **MASKED)) for name, values in MASKED_CONFIGS.items()]
     cases += [case(name, "", values, shared_flags(name, corpus, folder)) for name, values in SHARED_CONFIGS.items()]
     cases += [case(name, "", values, shape_flags(shape, corpus, folder, **others))
@@ -195,27 +193,17 @@ def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict
         assert 0.95 * expected <= rank["read_bytes"] + rank["write_bytes"] <= 1.01 * expected
 
 
-# operators in C, whose arguments are on the CPU anyway; the loop over experts, which only CPUs have; and the flag of
-# the step before, which is on the host
-ON_CPUS = ("pretrain/extensions/cpu_kernels/", "pretrain/model/layers/experts.py",
-           "pretrain/engine/patches/late_skip.py")
-IN_PAGE = ("zero0_bf16", "zero0_fp16", "zero1", "zero1_masked", "zero2", "zero2_offload", "zero3", "pipeline2",
-           "pipeline2_masked", *SHARED_CONFIGS)
-# of a step: the norms of all gradients, those of two groups over the ranks, and the total
-DEEPSPEED_READS = {"zero0_fp32": 0, "zero2_offload": 4}
-PLAIN_READS = {"zero0_bf16": 2, "zero0_fp16": 103, "zero1": 4, "zero2_offload": 106}  # without patches/host_reads.py
+# extensions compute on CPUs, or read for DeepSpeed; only CPUs loop over experts; the flag of the step before is on the
+# host
+NOT_COUNTED = ("pretrain/extensions/", "pretrain/model/layers/experts.py", "pretrain/engine/patches/late_skip.py")
 CHECK = "pretrain/engine/patches/skip.py"  # of an update in fp32 at ZeRO-0
 EXCHANGE = "pretrain/model/parallel/token_exchange.py"
 
 
 def reads(rank: dict[str, Any], start: str) -> int:
-    """Return the number of values that files whose paths start so read from the device.
-
-    A work-around that makes reads for DeepSpeed counts as a file of DeepSpeed.
-    """
-    places = {place.replace("pretrain/engine/patches/host_reads.py", "deepspeed/"): count
-              for place, count in rank["reads"].items()}
-    return sum(count for place, count in places.items() if place.startswith(start) and not place.startswith(ON_CPUS))
+    """Return the number of values that files whose paths start so read from the device."""
+    return sum(count for place, count in rank["reads"].items()
+               if place.startswith(start) and not place.startswith(NOT_COUNTED))
 
 
 def test_only_decisions_and_numbers_of_tokens_are_read_from_the_device(
@@ -233,22 +221,6 @@ def test_only_decisions_and_numbers_of_tokens_are_read_from_the_device(
             assert reads(rank, "pretrain/") == reads(rank, CHECK) + reads(rank, EXCHANGE), name
 
 
-@pytest.mark.skipif(not is_at_least("0.19.8"), reason="older versions keep their reads")
-def test_deepspeed_reads_the_norm_once_or_never(measured: dict[str, list[dict[str, Any]]]) -> None:
-    """With torch's fused AdamW, the device decides whether the update is skipped (patches/late_skip.py)."""
-    for name, values in (CONFIGS | MASKED_CONFIGS | SHARED_CONFIGS).items():
-        expected = 0 if "fused" in values["optimizer"]["params"] else DEEPSPEED_READS.get(name, 1)
-        assert {reads(rank, "deepspeed/") for rank in measured[name]} == {expected}, name
-
-
-@pytest.mark.parametrize("name", PLAIN_READS)
-@pytest.mark.skipif(not is_at_least("0.19.8"), reason="older versions read other values")
-def test_deepspeed_still_reads_more(name: str, measured: dict[str, list[dict[str, Any]]]) -> None:
-    """If this fails, DeepSpeed reads fewer values: delete parts of patches/host_reads.py."""
-    for rank in measured[f"{name}_plain"]:
-        assert reads(rank, "deepspeed/") == pytest.approx(PLAIN_READS[name], abs=6)  # ranks own different parameters
-
-
 def test_masked_labels_add_one_small_all_reduce_and_no_read(measured: dict[str, list[dict[str, Any]]]) -> None:
     """The pipeline stages share one data-parallel rank, which has nothing to sum."""
     for name in MASKED_CONFIGS:
@@ -257,10 +229,3 @@ def test_masked_labels_add_one_small_all_reduce_and_no_read(measured: dict[str, 
             assert masked["reads"] == usual["reads"]
             assert masked["small"] == usual["small"] + added
             assert masked["collectives"] == usual["collectives"] + added
-
-
-@pytest.mark.skipif(str(deepspeed_version()) != "0.19.8", reason="the page has the counts of DeepSpeed 0.19.8")
-def test_the_counts_are_those_of_the_page(measured: dict[str, list[dict[str, Any]]]) -> None:
-    rows = [f"| {name} | {rank['collectives']} | {rank['small']} | {reads(rank, 'deepspeed/')} | "
-            f"{reads(rank, 'pretrain/')} |" for name in IN_PAGE for rank in measured[name][:1]]
-    assert "\n".join(rows) in (ROOT / "tools" / "gpu.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ Program `resumed_elsewhere.py CASES.json RESULTS.json`, which uses nothing of th
 "program" ("plain" or "trainer"), "export" (a folder), "config" (DeepSpeed JSON), "samples" (an .npy file [samples,
 tokens]), "from" and "to" (steps), "arguments" (of TrainingArguments), "save_at", "client_state" (of a checkpoint of
 that step in the folder NAME; live.pt has what DeepSpeed reports then)}. The result is the loss of each step, as a mean
-over the ranks. The program "first_trainer" takes a case of adopt_worker.py, and starts at step 0.
+over the ranks.
 """
 
 from pathlib import Path
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tests.distributed.workers import adopt_worker
-from tests.distributed.workers.adopt_worker import InOrder, Samples, train_step, write_live_states
+from tests.distributed.workers import other_programs
+from tests.distributed.workers.other_programs import InOrder, Samples, train_step, write_live_states
 
 Case = dict[str, Any]
 
@@ -62,8 +62,8 @@ def trainer(case: Case) -> list[float]:
     return [float(loss) / dist.get_world_size() for loss in losses]
 
 
-PROGRAMS = {"plain": plain, "trainer": trainer, "first_trainer": adopt_worker.trainer}
+PROGRAMS = {"plain": plain, "trainer": trainer}
 
 
 if __name__ == "__main__":
-    adopt_worker.main(PROGRAMS)
+    other_programs.main(PROGRAMS)

@@ -1,17 +1,15 @@
-"""One rank of tests/distributed/memory/test_traffic.py: count the transfers and reads of one step of real engines.
+"""One rank that counts the transfers of one step of a real engine, and the values that the host reads from the device.
 
     traffic_worker.py CASES.json RESULTS.json      a case: {"name", "config", "flags"}
 
-A case with "plain": true keeps the reads of DeepSpeed that pretrain/engine/patches/host_reads.py removes.
+A case may have "plain", as in update_worker.py.
 """
 
-import contextlib
 import re
 import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from pretrain.distributed.collectives import gather
 from pretrain.engine.steps import open_loader, train_batch
+from tests.distributed.workers.update_worker import functions_of_deepspeed
 from tests.distributed.workers.worker import end, engine_of, plan_of
 from tests.support.cases_loop import each_case
 
@@ -98,7 +97,7 @@ def disk_bytes() -> dict[str, int]:
 def traffic(case: dict[str, Any]) -> list[dict[str, Any]]:
     """Run two steps; return the counts of each rank's second step, and the bytes of its disk."""
     plan = plan_of(case)
-    with patch("pretrain.engine.build.read_less", lambda *_: None) if case.get("plain") else contextlib.nullcontext():
+    with functions_of_deepspeed(case.get("plain", "")):
         engine = engine_of(plan)
     loader = open_loader(engine, plan, "train")
     train_batch(engine, loader.step(0))

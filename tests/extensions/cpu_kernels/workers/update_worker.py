@@ -1,81 +1,25 @@
-"""One rank of test_update_passes.py: train with this project's passes over the gradients, and with DeepSpeed's.
+"""One rank of test_update_passes.py: a case of tests/distributed/workers/update_worker.py.
 
-A case: as in `worker.py` with "job": "train", and "plain": "passes" for DeepSpeed's passes, "reads" for its reads from
-the device, or "".
+Unless its functions are DeepSpeed's, C functions pass over the gradients, whatever is faster here, and Adam updates in
+several pieces.
 """
 
-import contextlib
-import sys
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from pretrain.engine.steps import grad_norm, open_loader, train_batch
-from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
+from tests.distributed.workers.update_worker import train
+from tests.distributed.workers.worker import Case
 from tests.support.cases_loop import each_case
 
-_FILES = tuple(f"deepspeed/runtime/{name}" for name in ("zero/", "utils", "engine", "bf16_optimizer"))
-BAD_STEP = 2  # in this step gradients are NaN or infinite
+_PASSES = "pretrain.extensions.cpu_kernels.gradient_passes"
 
 
-class CountElements(TorchDispatchMode):
-    """Counts the elements that operators get from DeepSpeed's engine and ZeRO optimizers, by the operator's name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = sys._getframe(1)
-        while "torch" in frame.f_code.co_filename and frame.f_back is not None:
-            frame = frame.f_back
-        if any(name in frame.f_code.co_filename for name in _FILES):
-            self.elements[function.overloadpacket.__name__] += sum(x.numel() for x in args if torch.is_tensor(x))
-        return function(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def passes(plain: str) -> Iterator[None]:
-    """Force DeepSpeed's passes or reads, or the C functions, whatever is faster here, and Adam in several pieces."""
-    with contextlib.ExitStack() as stack:
-        if plain:
-            stack.enter_context(patch("pretrain.engine.build.read_less", lambda engine, update: None))
-        if plain == "passes":
-            stack.enter_context(patch("pretrain.engine.build.skip_reduction_on_one_rank", lambda engine: None))
-            stack.enter_context(patch("pretrain.engine.build.all_kernels", lambda: []))
-            stack.enter_context(patch("pretrain.engine.build.save_host_time", lambda engine: None))
-        else:
-            stack.enter_context(patch("pretrain.extensions.cpu_kernels.gradient_passes.in_c",
-                                      lambda _, x, *dtypes: x.dtype in dtypes))
-            stack.enter_context(patch("pretrain.extensions.cpu_kernels.gradient_passes.PIECE_ELEMENTS", 1280))
-        yield
-
-
-def train(case: Case) -> dict[str, Any]:
-    with passes(case["plain"]):
-        plan = plan_of(case)
-        engine = engine_of(plan)
-        loader, losses, norms = open_loader(engine, plan, "train"), [], []
-        for step in range(plan.train_steps):
-            batches = loader.step(plan.length.samples_after(step))
-            if step == BAD_STEP:
-                inputs, (labels, weights) = batches[0]
-                batches[0] = (inputs, (labels, weights * float("inf")))
-            with CountElements() as counter:
-                losses.append(float(train_batch(engine, batches)))
-            norms.append(grad_norm(engine))
-        loader.close()
-        parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
-        result = {"losses": losses, "norms": norms, "skipped": engine.skipped_steps, "state": state_hash(engine),
-                  "passes": {name: count / parameters for name, count in counter.elements.items()},
-                  "optimizer": type(engine.optimizer).__name__}
-        end(engine)
-        return result
+def train_in_c(case: Case) -> dict[str, Any]:
+    if case["plain"]:
+        return train(case)
+    with patch(f"{_PASSES}.in_c", lambda _, x, *dtypes: x.dtype in dtypes), patch(f"{_PASSES}.PIECE_ELEMENTS", 1280):
+        return train(case)
 
 
 if __name__ == "__main__":
-    each_case(train)
+    each_case(train_in_c)
