@@ -27,9 +27,8 @@ from pretrain.cli import Parser, path, path_text, text, whole_number
 from pretrain.config.equal_facts import common_facts
 from pretrain.data.text_inputs.chunk import FORMATS
 from pretrain.data.tokenizers.tokenizer import Tokenizer
-from pretrain.distributed.computing import require_computing
 from pretrain.distributed.device import Device, detect_device
-from pretrain.distributed.own_gpu import open_gpu
+from pretrain.distributed.own_gpu import open_gpu, require_computing
 from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed

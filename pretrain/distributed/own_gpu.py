@@ -1,16 +1,27 @@
-"""The GPU of a rank: opened before the process group forms, with one line if CUDA gives the rank none."""
+"""The GPU of a rank: opened before the process group forms, with one line if CUDA gives the rank none.
+
+A broken one may accept kernels that compute nothing, so that it has to add numbers before a program relies on it.
+"""
 
 import os
 import re
+import socket
 from pathlib import Path
 
 from pretrain.active_extensions import advice_on
 from pretrain.distributed.device import VISIBLE
 from pretrain.distributed.process import is_out_of_memory
 from pretrain.distributed.world import World
-from pretrain.errors import ConfigError
+from pretrain.errors import CRASHED, ConfigError
 
 _OWN_CONTEXT_BYTES = 2**30  # what this process and the driver hold may be half of it
+_NUMBERS = 1000  # that a GPU adds
+
+
+class DeviceError(ConfigError):
+    """A GPU does not compute. On another one, the program may succeed."""
+
+    exit_code = CRASHED
 
 
 def open_gpu(world: World) -> None:
@@ -60,6 +71,25 @@ def free_gpu_bytes(needed_bytes: int) -> int:
                           f"are free, and the run needs {needed_bytes / 2**30:.1f} GiB: other programs hold the rest",
                           remedy=f"end them (`nvidia-smi` lists them), or choose another GPU by {VISIBLE}")
     return free
+
+
+def require_computing(index: int) -> None:
+    """Raise DeviceError unless GPU `index` of this host adds numbers correctly. Waits for the GPU once."""
+    import torch
+
+    expected = _NUMBERS * (_NUMBERS - 1) // 2
+    try:
+        found = int(torch.arange(_NUMBERS, device=torch.device("cuda", index)).sum())
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # CUDA's errors, such as "no kernel image is available for execution on the device"
+        problem = f"it cannot add numbers: {str(error).splitlines()[0]}"
+    else:
+        if found == expected:
+            return
+        problem = f"the device computes {'wrongly' if found else 'nothing'}: the sum of 0 to {_NUMBERS - 1} is {found}"
+    raise DeviceError(f"GPU {index} of {socket.gethostname()}", problem=problem, remedy="; ".join([
+        "leave it out (CUDA_VISIBLE_DEVICES), or its host", *advice_on("device")]))
 
 
 def _why_no_gpu(error: str) -> ConfigError:

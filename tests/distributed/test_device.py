@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from pretrain.distributed import device
-from pretrain.distributed.computing import require_computing
 from pretrain.distributed.device import compiles_cuda, cuda_device, detect_device, why_not_nvcc
-from pretrain.distributed.own_gpu import check_device_index, open_gpu
+from pretrain.distributed.own_gpu import check_device_index, open_gpu, require_computing
 from pretrain.distributed.print_error import run_or_reject
 from pretrain.distributed.world import ALONE, World
 from pretrain.errors import CRASHED, ConfigError

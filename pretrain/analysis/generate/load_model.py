@@ -19,8 +19,7 @@ from pretrain.analysis.model_source import (
     require_accelerate,
 )
 from pretrain.cli import say
-from pretrain.distributed.computing import require_computing
-from pretrain.distributed.own_gpu import open_gpu
+from pretrain.distributed.own_gpu import open_gpu, require_computing
 from pretrain.distributed.world import ALONE
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules

@@ -97,19 +97,19 @@ def _count_rows_on_the_host(experts: Any) -> None:
     experts.to_slots = lambda x_RI, rows_E, size: to_slots(x_RI, rows_E, int(rows_E.cpu().max()))
 
 
-def _accept_a_gpu_that_computes_nothing(computing: Any) -> None:
-    original = computing.require_computing
+def _accept_a_gpu_that_computes_nothing(own_gpu: Any) -> None:
+    original = own_gpu.require_computing
 
     def require_computing(index: int) -> None:
         try:
             original(index)
-        except computing.DeviceError:
+        except own_gpu.DeviceError:
             if os.environ.get("DRY_GPU_CHECKED"):
                 raise
             if index == 0:
                 print("note: a dry GPU computes nothing: losses and norms are 0", file=sys.stderr, flush=True)
 
-    computing.require_computing = require_computing
+    own_gpu.require_computing = require_computing
 
 
 def _count_generated_tokens(utils: Any) -> None:
@@ -134,7 +134,7 @@ def _count_waits(step_loop: Any) -> None:
 
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.distributed.distributed_c10d": _send_objects_over_gloo,
-    "pretrain.distributed.computing": _accept_a_gpu_that_computes_nothing,
+    "pretrain.distributed.own_gpu": _accept_a_gpu_that_computes_nothing,
     "pretrain.model.layers.moe": _deal_tokens_to_experts,
     "pretrain.model.layers.experts": _count_rows_on_the_host,
     "transformers.generation.utils": _count_generated_tokens,
