@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from pretrain.cli import path_text
 from pretrain.config.flags.flag import Group
-from pretrain.data.data_spec import names_of_split
 from pretrain.errors import ConfigError
 from pretrain.extension import Extension, Problem
 from pretrain.monitor.rows import EVALUATION_ROW
@@ -78,6 +77,7 @@ def _check(args: "RunArguments") -> None:
 def _rules(plan: "Plan") -> "Iterator[Rule]":
     """Yield rules for validation data and a tokenizer that the run does not have."""
     from pretrain.config.layout_rules import Rule
+    from pretrain.data.data_spec import names_of_split
 
     flags = plan.args.of(Tasks)
     yield Rule(flags.show_predictions and not names_of_split(plan.datasets, "valid"), "--show_predictions",
