@@ -1,6 +1,5 @@
 """Fused loss and MLP compared with torch's operators: values, gradients and saved tensors."""
 
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +13,11 @@ from pretrain.model.layer_specs import as_module
 from pretrain.model.operators import Operator
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.operators import by_torch
-from tests.support.reference_loss import linear_cross_entropy, token_weighted_cross_entropy
+from tests.support.reference_loss import (
+    check_error_of_fused_loss,
+    linear_cross_entropy,
+    token_weighted_cross_entropy,
+)
 from tests.support.tensors import relative_error, saved_by
 
 
@@ -65,26 +68,8 @@ def test_the_gradient_of_a_carried_parameter_is_computed_after_the_gradient_of_t
 def test_the_error_of_the_fused_loss_does_not_grow_with_the_tokens(tokens, dtype, monkeypatch):
     """The gradients of all tokens are summed in fp32, as by torch's single product."""
     monkeypatch.setattr(fused_loss, "CPU_PRODUCT", 32 * 100)  # parts of 100 words, the last one with 57
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in ((1, tokens, 32), (257, 32), (257,))]
-    labels = torch.randint(0, 257, (1, tokens), generator=generator)
-    weights = torch.rand(1, tokens, generator=generator) * 65536 / tokens  # with a loss scale
-
-    def in_chunks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(x, weight, (labels, weights), bias)
-
-    def of_all_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return token_weighted_cross_entropy(F.linear(x, weight, bias), (labels, weights))
-
-    def gradients(loss: Callable[..., torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
-        return torch.autograd.grad(loss(*leaves), leaves)
-
     with by_torch(fused_loss.LOSS):
-        found = gradients(in_chunks, dtype)
-    for exact, torchs, ours in zip(gradients(of_all_logits, torch.float64), gradients(of_all_logits, dtype), found,
-                                   strict=True):
-        assert relative_error(ours, exact) <= 1.15 * relative_error(torchs, exact)
+        check_error_of_fused_loss(tokens, dtype)
 
 
 def test_fused_loss_is_correct_for_large_logits_and_masked_tokens():

@@ -1,9 +1,9 @@
 """Activations of a block, of the loss and of a model: bytes that autograd keeps, and those that are estimated."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,6 +26,8 @@ from tests.support.block_memory import measure_block
 from tests.support.model_shapes import SHAPES
 from tests.support.reference_loss import linear_cross_entropy
 
+Test = TypeVar("Test", bound=Callable[..., None])
+
 # models that save different tensors; other models of SHAPES differ in biases, sizes and positions
 DIFFERENT = ("gpt2", "llama", "neox_parallel", "mistral_multi_query", "qwen3_layer_types_bias_tied",
              "gemma_multi_query", "gemma2", "gemma3_untied_softcap", "olmo2", "gptj", "mpt_untied_scale")
@@ -38,6 +40,37 @@ LOSSES: list[tuple[int, int, dict[str, Any]]] = [
 RECOMPUTATIONS = [
     Recompute(), Recompute(interval=1), Recompute(interval=2), Recompute(interval=2, offload=True),
     Recompute("blocks", offload=True), Recompute("blocks", every=2), Recompute("attention"), Recompute("mlp", every=2)]
+
+
+def _marks(*marks: pytest.MarkDecorator) -> Callable[[Test], Test]:
+    """Return a decorator that applies marks, the last one first."""
+    def decorate(test: Test) -> Test:
+        for mark in reversed(marks):
+            test = mark(test)
+        return test
+    return decorate
+
+
+# the cases of tests with the arguments of `check_saved_bytes`, `check_loss`, `check_layer_groups` and `check_peak`
+EACH_BLOCK = _marks(
+    pytest.mark.parametrize("name", SHAPES),
+    pytest.mark.parametrize("dropout", [False, True]),
+    pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32]),
+    pytest.mark.parametrize("part", ["none", "attention", "mlp"]))
+EACH_LOSS = _marks(
+    pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32]),
+    pytest.mark.parametrize(("tokens", "vocab_size", "extras"), LOSSES),
+    pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.1, 1e-4)], ids=["plain", "with_terms"]))
+EACH_RECOMPUTATION = _marks(
+    pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama", "gemma2", "olmo2", "bloom", "gptj"]),
+    pytest.mark.parametrize("recompute", RECOMPUTATIONS))
+EACH_PEAK = _marks(
+    pytest.mark.parametrize(("name", "part"), [
+        pytest.param(name, part, marks=[] if name in quick else [pytest.mark.slow]) for name in SHAPES
+        for part, quick in (("none", DIFFERENT), ("attention", RECOMPUTED), ("mlp", RECOMPUTED))]),
+    pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32]),
+    pytest.mark.parametrize("dropout", [False, True]),
+    pytest.mark.parametrize(("batch", "length"), [(4, 64), (2, 512)]))
 
 
 def config_of(name: str, *, dropout: bool) -> ModelConfig:

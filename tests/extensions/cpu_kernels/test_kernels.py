@@ -1,6 +1,5 @@
 """What is offered to the operators: where it applies, and the fused loss with it."""
 
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pretrain.extensions.cpu_kernels import choice, kernels, library
 from pretrain.model.kernels import fused_loss
 from pretrain.model.kernels.activation import activate, activated_linear
-from tests.support.reference_loss import linear_cross_entropy, token_weighted_cross_entropy
-from tests.support.tensors import relative_error
+from tests.support.reference_loss import (
+    check_error_of_fused_loss,
+)
 
 
 @pytest.mark.skipif(not library.has_library(), reason="no C compiler")
@@ -20,25 +20,7 @@ def test_the_error_of_the_fused_loss_does_not_grow_with_the_tokens(tokens, monke
     """The gradients of all tokens are summed in fp32, as by torch's single product."""
     assert isinstance(fused_loss.LOSS.choose(torch.empty(1).bfloat16()), kernels.TransposedLossInC)
     monkeypatch.setattr(kernels, "CPU_PRODUCT", 32 * 100)  # parts of 100 words, the last one with 57
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((1, tokens, 32), (257, 32), (257,))
-    inputs = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
-    labels = torch.randint(0, 257, (1, tokens), generator=generator)
-    weights = torch.rand(1, tokens, generator=generator) * 65536 / tokens  # with a loss scale
-
-    def in_chunks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(x, weight, (labels, weights), bias)
-
-    def of_all_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return token_weighted_cross_entropy(F.linear(x, weight, bias), (labels, weights))
-
-    def gradients(loss: Callable[..., torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
-        return torch.autograd.grad(loss(*leaves), leaves)
-
-    for exact, torchs, ours in zip(gradients(of_all_logits, torch.float64), gradients(of_all_logits, torch.bfloat16),
-                                   gradients(in_chunks, torch.bfloat16), strict=True):
-        assert relative_error(ours, exact) <= 1.15 * relative_error(torchs, exact)
+    check_error_of_fused_loss(tokens, torch.bfloat16)
 
 
 def test_fake_tensors_are_not_passed_to_c_code():

@@ -20,9 +20,10 @@ from pretrain.model.operator_memory import MicroBatch
 from pretrain.model.recompute import Recompute
 from tests.support.activation_bytes import (
     DIFFERENT,
-    LOSSES,
-    RECOMPUTATIONS,
-    RECOMPUTED,
+    EACH_BLOCK,
+    EACH_LOSS,
+    EACH_PEAK,
+    EACH_RECOMPUTATION,
     blocks_of,
     check_documents,
     check_layer_groups,
@@ -32,7 +33,6 @@ from tests.support.activation_bytes import (
     config_of,
     saved_bytes,
 )
-from tests.support.model_shapes import SHAPES
 from tests.support.operators import by_torch
 
 
@@ -42,10 +42,7 @@ def torchs_operators() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("part", ["none", "attention", "mlp"])
+@EACH_BLOCK
 def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool, dtype: torch.dtype,
                                                         part: str) -> None:
     check_saved_bytes(name, part, dtype, dropout=dropout)
@@ -98,26 +95,18 @@ def test_masks_are_counted_once() -> None:
         assert shared_mask_bytes(shapes[name], batch) == size, name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "vocab_size", "extras"), LOSSES)
-@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.1, 1e-4)], ids=["plain", "with_terms"])
+@EACH_LOSS
 def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab_size: int, extras: dict[str, Any],
                                           terms: LossTerms) -> None:
     check_loss(tokens, vocab_size, extras, dtype, terms)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama", "gemma2", "olmo2", "bloom", "gptj"])
-@pytest.mark.parametrize("recompute", RECOMPUTATIONS)
+@EACH_RECOMPUTATION
 def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, recompute: Recompute) -> None:
     check_layer_groups(name, recompute)
 
 
-@pytest.mark.parametrize(("name", "part"), [
-    pytest.param(name, part, marks=[] if name in quick else [pytest.mark.slow]) for name in SHAPES
-    for part, quick in (("none", DIFFERENT), ("attention", RECOMPUTED), ("mlp", RECOMPUTED))])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize(("batch", "length"), [(4, 64), (2, 512)])
+@EACH_PEAK
 def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dropout: bool, batch: int, length: int,
                                               part: str) -> None:
     # with capped scores in 16 bits, the estimate is too high
