@@ -119,6 +119,17 @@ def _add(declared: Any, module: str, origin: str, where: str = "") -> Extension:
     return extension
 
 
+def functions(what: str, args: "RunArguments | None" = None) -> Iterator[tuple[Extension, Callable[..., Any]]]:
+    """Yield the extensions that have the function `what` with it: all of them, or those that a run uses.
+
+    Args:
+        args: of the run; None: all extensions.
+    """
+    for each in extensions():
+        if (args is None or each.is_used(args)) and (function := each.function(what)):
+            yield each, function
+
+
 def types_of(extension: Extension) -> dict[str, Any]:
     """Return the types of the flags of an extension by name."""
     return typing.get_type_hints(extension.settings) if extension.settings is not None else {}
@@ -139,55 +150,48 @@ def check_extensions(args: "RunArguments") -> None:
 
 def problems() -> dict[str, Problem]:
     """Return the problems of all extensions by event. `describe` is a function, or ""."""
-    return {event: dataclasses.replace(problem, describe=each.load(problem.describe))
-            if isinstance(problem.describe, str) and problem.describe else problem
+    return {event: dataclasses.replace(problem, describe=each.load(problem.describe)) if problem.describe else problem
             for each in extensions() for event, problem in each.problems.items()}
 
 
 def callbacks_of(plan: "Plan") -> "list[Callback]":
     """Return the callbacks of all extensions that the run uses."""
-    return [callback for each in extensions() if each.is_used(plan.args) and (make := each.function("callbacks"))
-            for callback in make(plan)]
+    return [callback for _, make in functions("callbacks", plan.args) for callback in make(plan)]
 
 
 def rules_of(plan: "Plan") -> "Iterator[Rule]":
     """Yield the rules of all extensions that the run uses."""
-    for each in extensions():
-        if each.is_used(plan.args) and (rules := each.function("rules")):
-            yield from rules(plan)
+    for _, rules in functions("rules", plan.args):
+        yield from rules(plan)
 
 
 def inputs_of_extensions(plan: "Plan") -> dict[str, Any]:
     """Return what the extensions that the run uses read for it, by their names. Raises ConfigError."""
-    return {each.name: read(plan) for each in extensions()
-            if each.is_used(plan.args) and (read := each.function("inputs"))}
+    return {each.name: read(plan) for each, read in functions("inputs", plan.args)}
 
 
 def prepare_extensions(plan: "Plan") -> None:
     """Call `prepare` of all extensions that the run uses. Raises ConfigError."""
-    for each in extensions():
-        if each.is_used(plan.args) and (prepare := each.function("prepare")):
-            prepare(plan)
+    for _, prepare in functions("prepare", plan.args):
+        prepare(plan)
 
 
 def records_of_extensions(plan: "Plan") -> dict[str, Any]:
     """Return the keys that all extensions add to the record of a start."""
-    return {key: value for each in extensions() if each.is_used(plan.args) and (record := each.function("record"))
-            for key, value in record(plan).items()}
+    return {key: value for _, record in functions("record", plan.args) for key, value in record(plan).items()}
 
 
 def extend_parser(command: str, parser: Any) -> None:
     """Let extensions add to the parser of a subcommand, or to its subparsers."""
     for each in extensions():
         if add := each.extends.get(command):
-            (each.load(add) if isinstance(add, str) else add)(parser)
+            each.load(add)(parser)
 
 
 def patch_engine(engine: "DeepSpeedEngine", args: "RunArguments") -> None:
     """Let all extensions that the run uses replace functions of an engine that was just built."""
-    for each in extensions():
-        if each.is_used(args) and (patch := each.function("patch")):
-            patch(engine)
+    for _, patch in functions("patch", args):
+        patch(engine)
 
 
 def run_files() -> tuple[str, ...]:
@@ -208,19 +212,17 @@ def advice_on(situation: str) -> list[str]:
 
 def results_of_steps(run: Path) -> list[tuple[int, str]]:
     """Return what extensions have found out about steps of a run: step, result."""
-    return [result for each in extensions() if (results := each.function("results")) for result in results(run)]
+    return [result for _, results in functions("results") for result in results(run)]
 
 
 def notes_of_extensions(plan: "Plan") -> list[str]:
     """Return the notes of all extensions about a plan."""
-    return [note for each in extensions() if each.is_used(plan.args) and (notes := each.function("notes"))
-            for note in notes(plan)]
+    return [note for _, notes in functions("notes", plan.args) for note in notes(plan)]
 
 
 def secret_variables(args: "RunArguments") -> set[str]:
     """Return the names of environment variables that only the owner of a start may see."""
-    return {name for each in extensions() if each.is_used(args) and (secrets := each.function("secrets"))
-            for name in secrets(args)}
+    return {name for _, secrets in functions("secrets", args) for name in secrets(args)}
 
 
 @contextlib.contextmanager
@@ -234,8 +236,8 @@ def around_run(args: "RunArguments | None", owner: str, *, active: bool = True) 
     """
     owns = active and args is not None and not os.environ.get(OWNED)
     with contextlib.ExitStack() as stack:
-        reports = [stack.enter_context(enter(args, owner, active=owns)) for each in extensions()
-                   if args is not None and each.is_used(args) and (enter := each.function("around"))]
+        reports = [] if args is None else [stack.enter_context(enter(args, owner, active=owns))
+                                           for _, enter in functions("around", args)]
 
         def report_all(code: int) -> None:
             for report in reports:

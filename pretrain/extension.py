@@ -185,12 +185,12 @@ class Extension:
     def function(self, what: str) -> Callable[..., Any] | None:
         """Return the function `check`, `callbacks` ...; None if the extension has none."""
         value = getattr(self, what)
-        if not isinstance(value, str) or not value:
-            return value or None
-        return self.load(value)
+        return self.load(value) if value else None
 
-    def load(self, value: str) -> Callable[..., Any]:
-        """Return the function "module:function", of a module next to the declaration."""
+    def load(self, value: "str | Callable[..., Any]") -> Callable[..., Any]:
+        """Return the function "module:function", of a module next to the declaration; a function remains itself."""
+        if not isinstance(value, str):
+            return value
         module, _, name = value.partition(":")
         found: Callable[..., Any] = getattr(importlib.import_module(self.full_name(f".{module}")), name)
         return found

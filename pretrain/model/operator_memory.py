@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from pretrain.active_extensions import extensions
+from pretrain.active_extensions import functions
 from pretrain.model.description import ModelConfig
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class OperatorMemory:
 
 @functools.cache
 def _offered() -> tuple[OperatorMemory, ...]:
-    return tuple(make() for each in extensions() if (make := each.function("operator_memory")))
+    return tuple(make() for _, make in functions("operator_memory"))
 
 
 def offered(ask: Callable[[OperatorMemory], T | None]) -> T | None:

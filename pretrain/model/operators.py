@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from pretrain.active_extensions import extensions
+from pretrain.active_extensions import functions
 
 if TYPE_CHECKING:
     from pretrain.config.plan import Plan
@@ -84,7 +84,7 @@ def all_kernels() -> list[Kernels]:
     global _kernels
     if _kernels is None:
         _kernels = []  # while they are imported, the plain implementations compute
-        _kernels += [make() for each in extensions() if (make := each.function("operators"))]
+        _kernels += [make() for _, make in functions("operators")]
         for kernels in _kernels:
             for offer in kernels.offers():
                 offer.operator.offers.append(offer)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.active_extensions import extensions
+from pretrain.active_extensions import functions
 from pretrain.errors import ConfigError
 from pretrain.monitor.noise import NORMAL_MAD
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
@@ -204,4 +204,4 @@ class Hint:
 
 def hints_of_extensions(curve: Curve, facts: Facts) -> list[Hint]:
     """Return what the extensions find in a curve: the hints of each, the most important first."""
-    return [hint for each in extensions() if (find := each.function("hints")) for hint in find(curve, facts)]
+    return [hint for _, find in functions("hints") for hint in find(curve, facts)]

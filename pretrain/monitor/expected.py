@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.active_extensions import extensions
+from pretrain.active_extensions import functions
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ def expectation_of(start: Mapping[str, Any], events: Sequence[Mapping[str, Any]]
         start: newest record of run.json; its values are not checked.
         events: rows of events.jsonl.
     """
-    expect = (function for each in extensions() if (function := each.function("expectation")))
-    return next((found for each in expect if (found := each(start, events)) is not None), None)
+    return next((found for _, expect in functions("expectation") if (found := expect(start, events)) is not None), None)
 
 
 def tokens_text(tokens: float) -> str:

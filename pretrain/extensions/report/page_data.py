@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.active_extensions import extensions
+from pretrain.active_extensions import functions
 from pretrain.analysis.crashes import events_and_crashes
 from pretrain.analysis.incidents import incidents_of
 from pretrain.analysis.run_curve import expected_curve, hints_of, newest_comparison
@@ -39,8 +39,7 @@ class ShownRun(RunTable):
     """A run folder, and the sections that extensions show of it. A section whose files cannot be read is left out."""
 
     def __post_init__(self) -> None:
-        self._sections: dict[str, Section] = {each.name: section(self.run) for each in extensions()
-                                              if (section := each.function("section"))}
+        self._sections: dict[str, Section] = {each.name: section(self.run) for each, section in functions("section")}
         self._unreadable: set[str] = set()
         super().__post_init__()
 
