@@ -86,7 +86,7 @@ class UpdatePart:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has computed. The tensors are on the device: to read them, the host would have to wait."""
+    """Results of a step. The tensors are on the device: to read them, the host would have to wait."""
 
     loss: "torch.Tensor"  # mean over the tokens of the global batch, before the update: a scalar, equal on all ranks
     lr: float  # learning rate of the step
@@ -94,7 +94,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a callback may use before the engine of the run is built."""
+    """The run before its engine is built, for callbacks that try engines of their own."""
 
     plan: "Plan"
     # (plan) -> engine with the weights that the run begins with; it must be gone at the end

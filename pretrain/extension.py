@@ -1,4 +1,4 @@
-"""What an extension brings to a run: flags, callbacks, subcommands. active_extensions.py finds the extensions.
+"""Declare an extension: its flags, callbacks, subcommands ... active_extensions.py finds the extensions.
 
 An extension is one `Extension`, the value EXTENSION of a module. There are three places for this module:
 
@@ -74,7 +74,7 @@ class RequestFile:
 
 @dataclass(frozen=True)
 class Problem:
-    """What an event of events.jsonl means for people: the summary and the report of a run list what went wrong."""
+    """Meaning of an event of events.jsonl for people, in the lists of what went wrong of the summary and the report."""
 
     text: str = ""  # what happened; {reason} is that of the event
     advice: str = ""  # what to do; {run}, {step} and {path} are replaced
@@ -87,7 +87,7 @@ class Problem:
 
 
 class Section(Protocol):
-    """What the page of a run shows of an extension. A script of its `section_files` sets SECTIONS.NAME: format.js."""
+    """An extension's section of the page of a run. A script of its `section_files` sets SECTIONS.NAME: format.js."""
 
     def update(self) -> None:
         """Read what was appended since the last call. Raises OSError."""

@@ -1,4 +1,4 @@
-"""What extensions find in the curve of a run folder: hints, and the losses that they expect."""
+"""Hints and expected losses, which extensions find for the curve of a run folder."""
 
 import math
 from dataclasses import dataclass

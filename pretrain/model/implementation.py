@@ -1,4 +1,4 @@
-"""What builds a model: the protocol of a family of this package, and of a decoder of transformers that is wrapped.
+"""Build a model: the protocol of a family of this package, and of a decoder of transformers that is wrapped.
 
 `ModelConfig` says what a model is, in sizes and choices. Its `implementation` says what only the code of the model can:
 its layers and their parameters, their names in files, initial weights, memory, and what a run with it may not use.

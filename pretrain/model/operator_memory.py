@@ -114,7 +114,7 @@ class UpdateMemory:
 
 
 class OperatorMemory:
-    """What an extension's implementations need (Extension.operator_memory); None where it does not compute."""
+    """Memory of an extension's implementations (Extension.operator_memory); None where it does not compute."""
 
     def norm(self, config: ModelConfig, batch: "MicroBatch", rows: int, size: int) -> NormMemory | None:
         """Return what a norm needs which has `rows` vectors of `size` elements for each token."""

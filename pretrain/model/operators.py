@@ -59,7 +59,7 @@ class Offer(Generic[T]):
 
 
 class Kernels:
-    """What an extension offers, and its decisions about it (Extension.operators). Override what is needed."""
+    """Offers of an extension, and decisions about them (Extension.operators). Override what it needs."""
 
     def offers(self) -> Iterable[Offer[Any]]:
         """Return the offers, which each process that computes a model may use."""

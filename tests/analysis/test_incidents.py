@@ -1,4 +1,4 @@
-"""What went wrong in a run."""
+"""The list of what went wrong in a run, and its lines in a terminal."""
 
 from pathlib import Path
 

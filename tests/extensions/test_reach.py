@@ -1,4 +1,4 @@
-"""What a run imports of this package: limits that only ever go down."""
+"""Imports of a run from this package: limits that only ever go down."""
 
 import ast
 import io

@@ -1,4 +1,4 @@
-"""What the tests of extensions bring for tests of everything: tests/extensions/NAME/MODULE.py, if there is one."""
+"""Find what the tests of extensions bring for tests of everything: tests/extensions/NAME/MODULE.py, if it exists."""
 
 import importlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a number of parameters means for a new run: the shape of a Llama, batch size and peak learning rate."""
+"""Choose the shape of a Llama, the batch size and the peak learning rate by the number of parameters."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What this extension offers to the operators of the model (pretrain/model/operators.py), and for which inputs."""
+"""Offer kernels for CPUs to the operators of the model (pretrain/model/operators.py), each for some inputs."""
 
 from collections.abc import Iterator
 from pathlib import Path

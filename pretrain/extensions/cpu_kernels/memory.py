@@ -41,7 +41,7 @@ def multiplies_bf16() -> bool:
 
 
 class CpuMemory(OperatorMemory):
-    """What the kernels need, as if all families were in C, apart from attention on CPUs without its dot products."""
+    """Memory of the kernels, as if all families were in C, apart from attention on CPUs without its dot products."""
 
     def norm(self, config: ModelConfig, batch: MicroBatch, rows: int, size: int) -> NormMemory | None:
         """Return that a norm in bf16, or an RMSNorm in fp32, saves its input alone."""

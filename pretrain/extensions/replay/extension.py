@@ -25,7 +25,7 @@ _SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skippi
 
 @dataclass(frozen=True)
 class Replay:
-    """What a run keeps for questions about its steps, and what it computes twice."""
+    """Records for questions about the steps of a run, and what it computes twice."""
 
     flight_steps: int = GROUP.flag(
         512, "keep a small record of at least the last N steps of each rank in RUN/flight, from which a step can be "

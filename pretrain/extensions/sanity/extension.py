@@ -17,7 +17,7 @@ BEFORE_A_RUN = "before a run"
 
 @dataclass(frozen=True)
 class Sanity:
-    """What is checked before a run."""
+    """Checks before step 1."""
 
     sanity_check: bool = GROUP.flag(
         False, "before step 1: run the checks of `ds-pretrain sanity`, and reject the run if one fails; a run that "

@@ -1,4 +1,4 @@
-"""What is reported about slow ranks: an event, a line of text, and the likely kind, from what the hosts counted."""
+"""Report slow ranks: an event, a line of text, and the likely kind, from what the hosts counted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ _MOST = 0.5  # of the additional time, that a cause must explain
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is."""
+    """Host and pipeline stage of a rank."""
 
     host: str
     stage: int = 0  # pipeline stage

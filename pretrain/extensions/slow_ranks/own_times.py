@@ -98,7 +98,7 @@ class OwnTimes:
 
 
 class _Measured:
-    """Where the waits of this process are added."""
+    """Timers and sum of the waits of this process."""
 
     timers: PhaseTimers | None = None
     host_s = 0.0  # until now, by the clock of the host

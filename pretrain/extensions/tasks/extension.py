@@ -24,7 +24,7 @@ _NOT_REPEATED = "tasks may hold code, and are downloaded"
 
 @dataclass(frozen=True)
 class Tasks:
-    """What is evaluated while a run trains, besides its loss."""
+    """Evaluations while a run trains, besides its loss."""
 
     show_predictions: int = GROUP.flag(
         0, "at each evaluation, let the model continue the beginnings of N fixed validation samples, and write its "

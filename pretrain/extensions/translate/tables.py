@@ -1,4 +1,4 @@
-"""What is known of the settings of other programs: tables.yaml, besides pretrain/config/other_programs.yaml."""
+"""Read the settings of other programs from tables.yaml and pretrain/config/other_programs.yaml."""
 
 from collections.abc import Mapping
 from functools import cache

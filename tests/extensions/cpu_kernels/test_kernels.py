@@ -1,4 +1,4 @@
-"""What is offered to the operators: where it applies, and the fused loss with it."""
+"""Offers to the operators: where they apply, and the fused loss with them."""
 
 
 import pytest
