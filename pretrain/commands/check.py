@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import replace
 
-from pretrain.active_extensions import prepare_extensions
+from pretrain.active_extensions import precisions, prepare_extensions
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check, before_check
@@ -44,8 +44,7 @@ def plan_lines(plan: Plan) -> list[str]:
         precision += f", gradients accumulated in {layout.grad_accum_dtype}"
     if layout.precision == "fp16" and plan.args.emulate_fp16:
         precision += " (emulated where the device has none)"
-    if layout.fp8:
-        precision += f", products of linear layers in FP8 ({plan.args.fp8})"
+    precision = ", ".join([precision, *precisions(plan.args)])
     batch = f"{layout.global_batch_size} samples a step = {layout.micro_batch_size} micro-batch x " \
             f"{layout.gradient_accumulation_steps} accumulation x {layout.data_parallel_size} data-parallel"
     rows = {

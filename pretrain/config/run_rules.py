@@ -3,13 +3,16 @@
 `layout_rules.py` has the rows for parallelism, ZeRO, offload and precision. `check_rules` checks all of them.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.version import Version
+
 from pretrain.config import layout_rules
 from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, SMALLEST_EPS, Optimizer
-from pretrain.config.feature_rules import determinism, fp8
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
 from pretrain.config.plan import Plan
 from pretrain.model.init_methods import width_multiplier
@@ -139,6 +142,20 @@ def monitors_and_timers(run: Plan) -> Iterator[Rule]:
         yield Rule(is_on and find_spec(package) is None, where, remedy=f"pip install {package}",
                    problem=f"it needs the package {package}, which is not installed")
     yield Rule(run.get("aio.use_gds") and run.device.kind == "cpu", "aio.use_gds", "false on a CPU")
+
+
+def determinism(run: Plan) -> Iterator[Rule]:
+    """Variables and kernels with which a run on GPUs is not bit-reproducible."""
+    if not run.args.deterministic or run.device.kind != "cuda":
+        return
+    workspace, algorithms = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("NCCL_ALGO", "")
+    yield Rule(workspace not in (None, ":4096:8", ":16:8"), "CUBLAS_WORKSPACE_CONFIG", ":4096:8 or :16:8",
+               "with other workspaces, products of matrices are not reproducible; unset the variable", found=workspace)
+    yield Rule("NVLS" in algorithms.upper() and not algorithms.startswith("^"), "NCCL_ALGO", "Ring or Tree",
+               "with NVLS, the order of sums differs between runs; unset the variable", found=algorithms)
+    yield Rule(run.args.compile_blocks and Version(version("torch")) < Version("2.10"), "--deterministic",
+               problem="with --compile_blocks it needs torch 2.10: older versions measure which kernels are faster",
+               remedy="leave one of the two flags out")
 
 
 def writable_folders(run: Plan) -> Iterator[Rule]:
@@ -273,7 +290,7 @@ SUBJECTS = (
     optimizer_params, layout_rules.loss_scale, layout_rules.nvme_here, layout_rules.operators_without_nvcc,
     layout_rules.nvme_buffer_size, scheduler_params, torch_optimizer_params, monitors_and_timers, writable_folders,
     numbers_of_the_device, length_of_run, clipping_and_noise_scale, early_stopping, recomputation,
-    layout_rules.sequence_parallelism, mup, determinism, fp8)
+    layout_rules.sequence_parallelism, mup, determinism)
 _OF_THIS_MACHINE = (layout_rules.nvme_here, writable_folders)
 
 

@@ -1,6 +1,7 @@
 """Detect the device of this machine, its data types and its peak FLOP/s, without importing torch."""
 
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ class Device:
     bf16: bool  # can train in bfloat16
     memory_bytes: int  # of one GPU, or of the host for a CPU; 0: unknown
     compiles: bool = True  # DeepSpeed can compile operators for the device; cuda needs nvcc and its headers
-    fp8: bool = True  # multiplies in FP8, or this is not known
+    capability: float = math.inf  # CUDA's compute capability, of the weakest GPU; inf: not known
     kinds: tuple[str, ...] = ()  # of GPUs, where those of this host differ: "2 x NAME (80 GiB)"
 
 
@@ -71,7 +72,7 @@ def cpu_device() -> Device:
     except (ValueError, OSError):
         memory_bytes = 0
     fp16 = "avx512_fp16" in cpuinfo() and not _is_limited(_ISAS_WITHOUT_FP16)
-    return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes, fp8=False)
+    return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes)
 
 
 def multiplies_bf16() -> bool:
@@ -125,7 +126,7 @@ def cuda_device() -> Device:
     kinds = tuple(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     has_mig = "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")  # parts of a GPU, whose memory is not listed
     return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0,
-                  memory_bytes=0 if has_mig else mebibytes * 2**20, compiles=compiles_cuda(), fp8=capability >= 8.9,
+                  memory_bytes=0 if has_mig else mebibytes * 2**20, compiles=compiles_cuda(), capability=capability,
                   kinds=kinds if len(kinds) > 1 else ())
 
 

@@ -16,11 +16,11 @@ from pretrain.model.operator_memory import (
     INT64,
     LossMemory,
     MicroBatch,
+    added_work,
     column_backward,
     column_input_bytes,
     dropout_saved,
     experts_saved,
-    fp8_work,
     hidden_states_bytes,
     linear_saved,
     mlp_inner,
@@ -145,7 +145,7 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     """
     batch = _with_kept_norms(config, batch, part)
     residual = hidden_states_bytes(config, batch) * (2 if config.residual_dropout > 0 else 1)
-    residual += fp8_work(config, batch)  # at any product
+    residual += added_work(config, batch)  # at any product
     width = config.moe_intermediate_size * config.experts_per_token if experts else config.intermediate_size
     inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
     norm = norm_saved(config, batch)

@@ -355,10 +355,6 @@ class RunArguments:
     mlp_tiles: int = SPEED.flag(
         1, "compute each MLP in N pieces of the sequences, and recompute them in the backward pass: for very long "
         "sequences", low=1)
-    fp8: str | None = SPEED.flag(
-        None, "multiply the matrices of linear layers in FP8, with a scale for each tensor, or for each row and column "
-        "(torchao); head, optimizer and checkpoints do not change. Needs compute capability 8.9; emulated on CPUs",
-        choices=("tensorwise", "rowwise"), metavar="RECIPE", unset="bf16 products")
     tf32: bool = SPEED.flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
     plain_operators: bool = SPEED.flag(
         False, "disable the custom kernels for attention and MLP: slower, and more memory")
