@@ -25,8 +25,7 @@ from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_M
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
 from pretrain.config.make_schedule import make_schedule
-from pretrain.config.plan import Plan
-from pretrain.config.run_length import RunLength, run_length
+from pretrain.config.plan import Plan, RunLength, run_length
 from pretrain.config.schedule import Schedule
 from pretrain.data.token_schedules import parse_seq_lengths
 from pretrain.distributed.device import Device

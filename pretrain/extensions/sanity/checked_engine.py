@@ -21,8 +21,8 @@ from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.build import remove_swap_files
 from pretrain.engine.checksums import checksum
+from pretrain.engine.examine import norm_of_all_parts, train_without_overflow
 from pretrain.engine.patches.pipeline import is_counted
-from pretrain.engine.single_steps import norm_of_all_parts, train_without_overflow
 from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, open_loader, train_batch
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates

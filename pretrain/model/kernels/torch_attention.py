@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
-from pretrain.model.attention_on_cuda import has_flash
+from pretrain.model.attention_memory import has_flash
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import block_mask, flex_causal_attention, why_not_flex
 from pretrain.model.operators import Operator

@@ -23,8 +23,7 @@ from pretrain.model.kernels.fused_loss import (
     fused_linear_cross_entropy,
     loss_of_logits,
 )
-from pretrain.model.kernels.token_scores import TokenScores, scores_of_logits, token_scores
-from pretrain.model.kernels.vocabulary_shards import VocabularyShard
+from pretrain.model.kernels.vocabulary_shards import TokenScores, VocabularyShard, scores_of_logits, token_scores
 from pretrain.model.parallel.shared_tensors import gather, own_shard, sum_and_scatter, summed_gradients
 from pretrain.model.parameters import create_parameters
 
