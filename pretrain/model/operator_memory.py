@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from pretrain.active_extensions import functions
+from pretrain.active_extensions import extensions
 from pretrain.model.description import ModelConfig
 
 if TYPE_CHECKING:
@@ -134,18 +134,24 @@ class OperatorMemory:
 
 
 @functools.cache
-def _offered() -> tuple[tuple[str, OperatorMemory], ...]:
-    return tuple((each.name, make()) for each, make in functions("operator_memory"))
+def _offered() -> tuple[OperatorMemory, ...]:
+    return tuple(each.load(each.operator_memory)() for each in extensions() if each.operator_memory and not each.model)
+
+
+@functools.cache
+def _of_model_extension(name: str) -> OperatorMemory:
+    make = next(each for each in extensions() if each.name == name).function("operator_memory")
+    return OperatorMemory() if make is None else make()
 
 
 def offered(ask: Callable[[OperatorMemory], T | None]) -> T | None:
     """Return the answer of the first extension that computes the operator; None: torch's operators do."""
-    return next((found for _, each in _offered() if (found := ask(each)) is not None), None)
+    return next((found for each in _offered() if (found := ask(each)) is not None), None)
 
 
 def added_work(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes that exist during a product of a block in addition, in a model that extensions have changed."""
-    return sum(each.work(config, batch) for name, each in _offered() if name in batch.model_extensions)
+    return sum(_of_model_extension(name).work(config, batch) for name in batch.model_extensions)
 
 
 def hidden_states_bytes(config: ModelConfig, batch: MicroBatch) -> int:
