@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
+    from pretrain.data.tokenizers.tokenizer import TokenizerFormat
     from pretrain.model.operator_memory import OperatorMemory
     from pretrain.model.operators import Kernels
 
@@ -174,6 +175,8 @@ class Extension:
     precision: "str | Callable[[RunArguments], str]" = ""  # a text about what `model` computes otherwise
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
+    # () -> a TokenizerFormat (data/tokenizers/tokenizer.py): more values and files that --tokenizer takes
+    tokenizers: "str | Callable[[], TokenizerFormat]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""

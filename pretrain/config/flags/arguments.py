@@ -131,9 +131,9 @@ class RunArguments:
         None, "read the samples of this range of places among one another in another order, such as 41200:51000; "
         "another seed gives another order", override="samples", metavar="FIRST:LAST[:SEED],...")
     tokenizer: str | None = DATA.flag(
-        None, "SentencePiece .model file, a folder with it or with tokenizer.json, a .tiktoken file or its encoding "
-        "such as o200k_base, a repository (org/name), a preset's name such as gpt2, or the word bytes; checked against "
-        "data and model, and used by `ds-pretrain generate`",
+        None, "SentencePiece .model file, a folder with it or with tokenizer.json, a repository (org/name), a preset's "
+        "name such as gpt2, the word bytes, or what an extension reads; checked against data and model, and used by "
+        "`ds-pretrain generate`",
         parse=path_text, metavar="PATH")
     seq_length: int = DATA.flag(1024, "tokens in a sample", low=1)
     seq_length_schedule: str | None = DATA.flag(
