@@ -1,4 +1,4 @@
-"""Which settings of a run can be combined: optimizers, schedulers, monitors and flags. One row a rule.
+"""Rules for combinations of a run's settings: optimizers, schedulers, monitors and flags. One row a rule.
 
 `layout_rules.py` has the rows for parallelism, ZeRO, offload and precision. `check_rules` checks all of them.
 """
@@ -250,7 +250,7 @@ def recomputation(run: Plan) -> Iterator[Rule]:
                remedy="the experts of each token are chosen among all tokens of a micro-batch")
     tokens = args.seq_length * layout.micro_batch_size
     yield Rule(tiles > tokens, "--mlp_tiles", f"at most {tokens}, the tokens of a micro-batch")
-    # in most models, the other part keeps the same input on the device
+    # the other part of most models keeps the same input on the device
     offload = "activation_checkpointing.cpu_checkpointing"
     yield Rule(run.get(offload) and part in ("attention", "mlp"), offload, f"false with --recompute {part}",
                "it keeps the inputs of complete blocks in host memory: use --recompute blocks")

@@ -1,4 +1,4 @@
-"""Which operators a run uses on CUDA: kernels of attention. All ranks choose the same ones."""
+"""Choose the kernels of attention on CUDA. All ranks choose the same ones."""
 
 import warnings
 from dataclasses import dataclass

@@ -170,7 +170,7 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     recomputed = _recomputed(config, batch, part, window, experts=experts)
     if part == "mlp":  # its tensors are freed before attention's phase, but were not there before its own
         return residual + max(mlp + recomputed, post_norm + recomputed, attention + recomputed)
-    if part == "attention":  # with all recomputed tensors, its phase begins with the post-norm
+    if part == "attention":  # its phase begins with the post-norm, and has all recomputed tensors
         attention = max(attention, post_norm - _mlp_part(config, batch, experts=experts)) + recomputed
     return residual + max(mlp, post_norm, attention)
 

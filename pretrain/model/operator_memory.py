@@ -107,7 +107,7 @@ class LossMemory:
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """How the gradients of ZeRO-1 and ZeRO-2 are converted to fp32 for the optimizer."""
+    """Conversion of the gradients of ZeRO-1 and ZeRO-2 to fp32 for the optimizer."""
 
     is_one_pass: bool  # they are converted as they are concatenated
     most_elements: int | None  # that exist in fp32 at a time; None: all

@@ -178,7 +178,7 @@ def apply_patches(engine: DeepSpeedEngine, update: Update) -> None:
     optimizer = engine.optimizer
     zero_1_or_2, zero_3 = (isinstance(optimizer, kind) for kind in (DeepSpeedZeroOptimizer,
                                                                     DeepSpeedZeroOptimizer_Stage3))
-    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):  # of fp16, and of bf16 without a pipeline
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):  # fp16, and bf16 without a pipeline
         if has_defect("AF"):
             undo_step_at_construction(optimizer)
         if has_defect("A") and engine.fp16_enabled():

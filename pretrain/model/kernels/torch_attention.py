@@ -116,7 +116,7 @@ def torch_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: t
     if softcap:
         return _softcapped(q_BHTE, k_BKTE, v_BKTE, mask, dropout=dropout,
                            scale=scale or 1 / math.sqrt(q_BHTE.shape[-1]), softcap=softcap)
-    if grouped:  # with a mask, torch 2.x has no fused kernel on CUDA for fewer key/value heads than query heads
+    if grouped:  # torch 2.x has no fused kernel on CUDA for a mask and fewer key/value heads than query heads
         k_BKTE, v_BKTE = _repeat_heads(k_BKTE, q_BHTE), _repeat_heads(v_BKTE, q_BHTE)
     return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, dropout_p=dropout,
                                           scale=scale or None)

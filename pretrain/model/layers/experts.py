@@ -35,7 +35,7 @@ from pretrain.model.parameters import create_parameters
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the rows of one layer travel between the ranks."""
+    """Numbers of rows that the ranks send each other in one layer."""
 
     group: RankGroup
     sent: list[int]  # rows to each rank

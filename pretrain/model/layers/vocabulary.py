@@ -150,7 +150,7 @@ class TokenEmbedding(nn.Module):
         self.shard = _vocabulary_shard(config, groups)
         create_parameters(self, layer.by_name(), groups)
         self.scale, self.softcap, self.loss = config.embedding_scale, config.logit_softcap, loss or TrainingLoss()
-        # with learned positions, PositionEmbedding applies the dropout
+        # PositionEmbedding applies the dropout of learned positions
         self.dropout = nn.Dropout(config.embedding_dropout if config.position != "learned" else 0.0)
 
     def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
