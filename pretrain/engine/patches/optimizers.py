@@ -1,7 +1,7 @@
 """Defects of optimizers: L (Adam on the CPU), Q (Muon with gradient clipping), T (Muon on CPUs) and AH (Adagrad).
 
-Guarded by tests/distributed/test_upstream.py, test_l_*, by tests/engine/test_optimizers.py, test_q_*, by
-tests/extensions/cpu_kernels/test_masked_cpu.py, and by tests/distributed/checkpoint/test_optimizers.py.
+Guarded by tests/distributed/test_upstream.py, test_l_*, by tests/engine/test_optimizers.py, test_q_*, and by
+tests/distributed/checkpoint/test_optimizers.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ from typing import Any
 
 from pretrain.cli import say
 from pretrain.errors import format_number
-from pretrain.extension import SUPERVISOR
+from pretrain.extension import LAUNCHER, RANK_0
 from pretrain.extensions.notify.extension import Notify
 from pretrain.extensions.notify.messages import Message, RunState
 from pretrain.extensions.notify.metrics_server import serve
@@ -85,9 +85,10 @@ class Follower:
         self.state.events = {**self.state.events, event: self.state.events.get(event, 0) + 1}
         if event == "start":
             self.state.read_record()
-        if self.owner == SUPERVISOR and event == "stop":
+        starts_again = self.owner not in (LAUNCHER, RANK_0)
+        if starts_again and event == "stop":
             return  # restarts.jsonl has how starts end
-        if self.owner != SUPERVISOR:
+        if not starts_again:
             self._told_end = event in ("stop", "hang") or (self._told_end and event != "start")
         if event != "spike" or step != self._spike_step:  # one message for loss and gradient norm
             self._add(self.state.message_of_event(row))

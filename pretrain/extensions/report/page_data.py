@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.active_extensions import functions
+from pretrain.active_extensions import extensions, functions
 from pretrain.analysis.crashes import events_and_crashes
 from pretrain.analysis.incidents import incidents_of
 from pretrain.analysis.run_curve import expected_curve, hints_of, newest_comparison
@@ -69,7 +69,21 @@ def page_data(tables: Sequence[ShownRun], *, watch: bool) -> dict[str, Any]:
     runs = [{"name": name, "path": str(table.run), **run_data(table, limit)}
             for name, table in zip(names, tables, strict=True)]
     changed = [[row.section, row.key, *row.values] for row in differences([_newest_record(table) for table in tables])]
-    return {"runs": runs, "differences": changed, "time": time.time(), "watch": watch, "state": state_of(tables)}
+    return {"runs": runs, "differences": changed, "extension_events": _extension_events(),
+            "time": time.time(), "watch": watch, "state": state_of(tables)}
+
+
+def _extension_events() -> dict[str, int]:
+    """Return event of an extension -> index of EVENT_STYLES in page/series.js.
+
+    0 is a problem that lasts, 1 one that is over at once, and 2 the end of a problem.
+    """
+    found: dict[str, int] = {}
+    for each in extensions():
+        for event, problem in each.problems.items():
+            found |= {end: 2 for end in problem.over or () if end in each.events}
+            found[event] = 1 if problem.over is None else 0
+    return found
 
 
 def state_of(tables: Sequence[ShownRun]) -> str:

@@ -160,7 +160,7 @@ def for_fewer_hosts(command: Sequence[str], hosts: Mapping[str, int], dropped: S
         hostfile: path of the hostfile to write.
         previous: record of run.json, with the global batch size.
     """
-    flags = batch_flags(sum(hosts.values()), previous)
+    flags = batch_flags(sum(hosts.values()), previous, "--min_hosts")
     hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
     words = _with_master(with_hostfile(command, hostfile), dropped, next(iter(hosts)))
     if len(hosts) == 1:

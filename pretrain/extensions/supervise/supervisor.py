@@ -30,7 +30,6 @@ from pretrain.cluster.outcome import (
 from pretrain.cluster.patient_reads import read_patiently
 from pretrain.cluster.slow_hosts import record_start
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
-from pretrain.extension import SUPERVISOR
 from pretrain.extensions.supervise import launch_command
 from pretrain.extensions.supervise.choose_hosts import (
     HostChoice,
@@ -71,7 +70,7 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
     become_subreaper()
     args = read_patiently(settings.run, lambda: launch_command.run_arguments(settings.command, settings.run),
                           otherwise=None)
-    with around_run(args, SUPERVISOR), SignalRecorder() as signals:
+    with around_run(args, "the supervisor"), SignalRecorder() as signals:
         try:
             code, outcome = _restart_until_done(settings, lock, log, signals, print_line)
         except ConfigError as error:

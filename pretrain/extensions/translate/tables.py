@@ -12,6 +12,7 @@ from pretrain.config.other_programs import (
     NO_EFFECT,
     groups,
     hints,
+    names_elsewhere,
     reason_in,
     tables,
     without_counterpart,
@@ -37,7 +38,7 @@ def _group_of(table: str) -> dict[str, str]:
 def names_for(flag: str) -> tuple[str, ...]:
     """Return the names of a flag of a run in other programs; its own name comes first, if it has no other meaning."""
     own = () if flag in hints() else (flag,)
-    return (*own, *tables()["flags"].get(f"--{flag}", "").split())
+    return (*own, *names_elsewhere().get(f"--{flag}", "").split())
 
 
 def defaults_of(program: str) -> Mapping[str, Any]:

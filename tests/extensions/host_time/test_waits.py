@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.dry_gpu.conftest import DryGpu
-from tests.dry_gpu.test_runs import bf16, train
+from tests.dry_gpu.kinds import bf16
+from tests.dry_gpu.test_runs import train
 from tests.support.cases import CPU, config, flags
 
 STEPS = 14  # tools/dry_gpu/waits.py counts in some of them
