@@ -140,8 +140,8 @@ class Extension:
     notes: "str | Callable[[Plan], Iterable[str]]" = ""  # about a plan, for `check` and the start of the run
     record: "str | Callable[[Plan], Mapping[str, Any]]" = ""  # (plan) -> keys for the record of the start in run.json
     # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: a subcommand
-    # of an extension that starts the run again (`owner` is its name in words), otherwise LAUNCHER, otherwise RANK_0; its
-    # value is called with the exit code
+    # of an extension that starts the run again (`owner` is its name in words), otherwise LAUNCHER, otherwise RANK_0;
+    # its value is called with the exit code
     around: "str | Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]" = ""
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""

@@ -28,7 +28,7 @@ def test_what_is_wrong_now_stands_before_what_is_over(tmp_path: Path) -> None:
     *_, saved, spike = incidents_of(RunTable(run), now=END)
     assert spike.headline == "37 times, most recently: a spike of the loss: 46"
     assert (spike.steps_text, saved.advice) == ("steps 10 to 46", "")
-    append_rows(run / "events.jsonl", [event("stop", 100, "finished")])
+    append_rows(run / "events.jsonl", [event("save", 99), event("stop", 100, "finished")])
     assert not any(is_open for _, is_open, _ in kinds(run))
 
 
@@ -74,7 +74,7 @@ def test_the_summary_lists_the_same_in_80_columns(tmp_path: Path) -> None:
     summary = summarize(run)
     lines = incident_lines(summary.incidents)
     assert lines[0] == "what went wrong (! = still wrong)"
-    assert sum(line.startswith("! ") for line in lines) == 5
+    assert sum(line.startswith("! ") for line in lines) == 6
     assert lines[-1].startswith("  and 3 more")
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     assert summary_lines(summary)[-len(lines):] == lines

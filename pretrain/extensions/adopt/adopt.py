@@ -32,8 +32,8 @@ from pretrain.config.model_of_run import Origin
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.foreign_run import OMISSIONS, ForeignRun, Omission
 from pretrain.extensions.adopt.mapping import OurRun
+from pretrain.extensions.adopt.optimizers import WeightDecay, weight_decay_of
 from pretrain.extensions.adopt.run_files import ds_config_of, optimizer_of, run_files
-from pretrain.extensions.adopt.weight_decay import WeightDecay, weight_decay_of
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.monitor.environment import versions
 from pretrain.progress import ProgressBar

@@ -7,12 +7,10 @@ from pathlib import Path
 from pretrain.errors import ConfigError
 from pretrain.extensions.ladder.expected_curve import counted_parameters
 from pretrain.extensions.ladder.fit import compute_optimal
-from pretrain.extensions.ladder.ladder_file import DECAYED, Ladder
+from pretrain.extensions.ladder.ladder_file import DECAYED, Ladder, Reach
 from pretrain.extensions.ladder.law import Law
 from pretrain.extensions.ladder.plan import Plan
-from pretrain.extensions.ladder.reach import Reach
-from pretrain.extensions.ladder.sizes import scaled_config
-from pretrain.extensions.ladder.target import TargetRun
+from pretrain.extensions.ladder.target import TargetRun, scaled_config
 from pretrain.memory.compare.compare import predict
 from pretrain.memory.step_time.calibrate import calibrate, predict_run
 from pretrain.memory.step_time.measured_run import read_measured_run

@@ -15,10 +15,9 @@ from pretrain.extensions.ladder.cost import (
     token_options,
 )
 from pretrain.extensions.ladder.expected_curve import LEVEL
-from pretrain.extensions.ladder.ladder_file import DECAYED, Ladder, Point
+from pretrain.extensions.ladder.ladder_file import DECAYED, Ladder, Point, Reach
 from pretrain.extensions.ladder.plan import Plan, duration_text
 from pretrain.extensions.ladder.points import law_text
-from pretrain.extensions.ladder.reach import Reach
 from pretrain.extensions.ladder.target import MUP, TargetRun
 from pretrain.extensions.ladder.train import validation_losses
 from pretrain.memory.compare.compare import tokens_text

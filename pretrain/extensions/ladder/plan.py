@@ -7,10 +7,8 @@ from typing import Any, Protocol
 
 from pretrain.commands.small_runs import Run
 from pretrain.errors import ConfigError, counted
-from pretrain.extensions.ladder.ladder_file import Range
-from pretrain.extensions.ladder.reach import LARGEST_FACTOR, Reach
-from pretrain.extensions.ladder.sizes import FEWEST_SIZES, Size, choose_sizes, family_sizes, nearest_sizes
-from pretrain.extensions.ladder.target import TargetRun
+from pretrain.extensions.ladder.ladder_file import LARGEST_FACTOR, Range, Reach
+from pretrain.extensions.ladder.target import FEWEST_SIZES, Size, TargetRun, choose_sizes, family_sizes, nearest_sizes
 
 COUNTS = 3  # numbers of tokens of each model, each twice the one before
 MODELS, SPREAD = 5, 16.0  # models, and the largest one's parameters divided by the smallest one's

@@ -12,8 +12,7 @@ import numpy as np
 
 from pretrain.active_extensions import advice_on
 from pretrain.callback import Callback, Run
-from pretrain.extensions.ladder.band import ABOVE, BELOW
-from pretrain.extensions.ladder.curve_watch import Change, CurveWatch
+from pretrain.extensions.ladder.curve_watch import ABOVE, BELOW, Change, CurveWatch
 from pretrain.extensions.ladder.expected_curve import OFF_CURVE, ON_CURVE, Target
 from pretrain.monitor.curve import Curve, CurveLog, Facts, hints_of_extensions
 from pretrain.monitor.read_run_folder import read_events

@@ -15,8 +15,7 @@ from pretrain.data.data_spec import names_of_split
 from pretrain.errors import ConfigError
 from pretrain.extensions.ladder.ladder_file import Point
 from pretrain.extensions.ladder.plan import Batch, Model, Plan
-from pretrain.extensions.ladder.sizes import Size
-from pretrain.extensions.ladder.target import TargetRun
+from pretrain.extensions.ladder.target import Size, TargetRun
 from pretrain.memory.step_time.calibrate import calibrate, predict_run
 from pretrain.memory.step_time.measured_run import MeasuredRun, read_measured_run
 from pretrain.memory.step_time.time_parameters import TimeParameters

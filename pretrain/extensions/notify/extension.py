@@ -54,4 +54,4 @@ def _variables(args: "RunArguments") -> list[str]:
 
 
 EXTENSION = Extension("notify", "Sends messages about a run, and serves its metrics for Prometheus.", settings=Notify,
-                      check="receivers:check_receivers", around="start:followed", secrets=_variables)
+                      check="receivers:check_receivers", around="receivers:followed", secrets=_variables)

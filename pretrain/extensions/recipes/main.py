@@ -29,15 +29,8 @@ from pretrain.cli import Parser, path, path_text, say, text, whole_number
 from pretrain.commands.small_runs import Curve, last_step, read_curve, run_subcommand, train_runs
 from pretrain.distributed.device import cpu_name, nvidia_smi
 from pretrain.errors import ConfigError
-from pretrain.extensions.recipes.curves import Result
 from pretrain.extensions.recipes.describe import description
-from pretrain.extensions.recipes.on_gpus import (
-    check_data,
-    check_hashes,
-    check_machine,
-    plan_of,
-    prediction_table,
-)
+from pretrain.extensions.recipes.on_gpus import check_data, check_hashes, check_machine, plan_of, prediction_table
 from pretrain.extensions.recipes.recipe import (
     FULL,
     SMALL,
@@ -50,8 +43,8 @@ from pretrain.extensions.recipes.recipe import (
     read_recipe,
     recipe_names,
 )
-from pretrain.extensions.recipes.tables import Activations, Table
-from pretrain.extensions.recipes.verdict import save_plot
+from pretrain.extensions.recipes.results import save_plot
+from pretrain.extensions.recipes.tables import Activations, Result, Table
 from pretrain.stored_json import read_object
 
 _VERSIONS = ("torch", "deepspeed", "transformers", "numpy")
@@ -226,7 +219,7 @@ def _conclude(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: di
     met = "reproduced" if scale == FULL else "as expected at the small scale, which does not show the published result"
     if not results:
         met = "trained; no loss is published to compare with"
-    print(f"verdict: {f'{missed} of {len(results)} expectations NOT met' if missed else met}")
+    print(f"results: {f'{missed} of {len(results)} expectations NOT met' if missed else met}")
     return int(missed > 0)
 
 

@@ -14,7 +14,7 @@ from pretrain.config.validate import check_settings
 from pretrain.distributed.device import nvidia_smi
 from pretrain.errors import ConfigError, counted, format_number
 from pretrain.extensions.recipes.recipe import FULL, Dataset, OnGpus, Recipe, find_recipe, read_recipe
-from pretrain.extensions.recipes.verdict import Between
+from pretrain.extensions.recipes.results import Between
 from pretrain.memory.compare.compare import predict, tokens_text
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.footprint import DEFAULT_MARGIN, GIB, with_unit

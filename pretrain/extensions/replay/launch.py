@@ -16,9 +16,9 @@ from pretrain.config.auto_values import NVME_PATH_VARIABLE
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.distributed.process import PROGRAM
 from pretrain.errors import ConfigError, listed, printable
+from pretrain.extensions.replay.examine_step import RECOMPUTATION, Replay, read_replay
 from pretrain.extensions.replay.extension import Replay as Flags
-from pretrain.extensions.replay.order import ReplayOrder
-from pretrain.extensions.replay.question import RECOMPUTATION, Replay, read_replay
+from pretrain.extensions.replay.extension import ReplayOrder
 from pretrain.extensions.replay.target import Target
 from pretrain.model.own_models import is_model_code
 from pretrain.monitor.read_run_folder import read_events

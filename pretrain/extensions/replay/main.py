@@ -17,13 +17,12 @@ from typing import Any
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, text, whole_number
 from pretrain.errors import ConfigError, listed, named, printable, shorten
-from pretrain.extensions.replay.causes import CAUSES
+from pretrain.extensions.replay.examine_step import Answer, Replay, order_of, question
+from pretrain.extensions.replay.extension import ReplayOrder
 from pretrain.extensions.replay.launch import Layout, train_again
-from pretrain.extensions.replay.order import ReplayOrder
-from pretrain.extensions.replay.question import Answer, Replay, order_of, question
+from pretrain.extensions.replay.result import CAUSES, SURE, Verdict
 from pretrain.extensions.replay.sample_answer import COLUMNS, SampleAnswer, ask_about_samples
 from pretrain.extensions.replay.target import Target, find_target, parse_target
-from pretrain.extensions.replay.verdict import SURE, Verdict
 from pretrain.monitor.repeatable import OWN_CODE
 from pretrain.paths import check_file, check_folder
 from pretrain.shipped import find_layout

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from pretrain.callback import Callback, Run, StepResult
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.config.plan import Plan
+from pretrain.data.loader import MicroBatch
 from pretrain.data.samples.read_order import ReadOrder, ranges_text, read_order
-from pretrain.extensions.replay.order import SAMPLES_FILE, ReplayOrder
+from pretrain.extensions.replay.extension import SAMPLES_FILE, ReplayOrder
 from pretrain.extensions.replay.sample_passes import Batch, SamplePasses, by_layer
 
 SURE, UNSURE = "sure", "unsure"
@@ -241,3 +243,31 @@ def strength(loss_z: float, grad_z: float) -> float:
 def _spread(number: int, most: int) -> list[int]:
     """Return at most `most` evenly spread numbers below `number`."""
     return sorted({index * number // min(most, number) for index in range(min(most, number))})
+
+
+class ReplayedSteps(Callback):
+    """Trains some steps of a run again, and ends after the step in question, without a save."""
+
+    order = 5
+
+    def __init__(self, order: ReplayOrder) -> None:
+        self._replay = order
+        self.reads_norm = bool(order.vetoed)
+
+    def start(self, run: Run) -> None:
+        self._run = run
+        if self._replay.consumed_samples is not None:
+            run.consumed_samples = self._replay.consumed_samples
+
+    def before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
+        examine_ordered(self._replay, run.engine, run.plan, run.step, run.consumed_samples,
+                        lambda: run.watchdog.enter("eval", run.step))
+        run.watchdog.enter("step", run.step)
+
+    def rejects(self, scaled_norm: object) -> bool:
+        """Skip the updates that the run skipped because of a spike."""
+        return self._run.step in self._replay.vetoed
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.step == self._replay.step:
+            run.stop("replay", save=False, is_done=True)

@@ -21,7 +21,7 @@ from pretrain.engine.layer_hooks import layers_of
 from pretrain.engine.steps import eval_batch, train_batch
 from pretrain.extensions.sanity.batches import half_labels, only_at, with_labels, with_tokens
 from pretrain.extensions.sanity.checked_engine import CheckedEngine
-from pretrain.extensions.sanity.result import Result, not_made
+from pretrain.extensions.sanity.extension import Result, not_made
 from pretrain.model.layers.vocabulary import Head
 
 _LOSS_MARGIN = 0.25  # nats

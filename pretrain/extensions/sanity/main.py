@@ -38,7 +38,7 @@ def _sanity_run(words: list[str], world: World) -> int:
     start = check_start(parse_arguments(rest), world_size=world.size, device=device)
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
-    from pretrain.extensions.sanity.result import as_json, failed_checks, print_table
+    from pretrain.extensions.sanity.extension import as_json, failed_checks, print_table
     from pretrain.extensions.sanity.run_checks import run_checks
     from pretrain.extensions.sanity.trial_run import trial_run
 

@@ -18,7 +18,7 @@ from pretrain.errors import ConfigError
 from pretrain.extensions.sanity import forward_checks, training_checks
 from pretrain.extensions.sanity.batches import SmallBatch, small_batch
 from pretrain.extensions.sanity.checked_engine import CheckedEngine, plan_of_checks, remove_trial_files, trial_plan
-from pretrain.extensions.sanity.result import Result, as_json, failed_checks, not_made, print_table
+from pretrain.extensions.sanity.extension import Result, as_json, failed_checks, not_made, print_table
 from pretrain.terminal import clear_status
 
 DEFAULT_STEPS = 1000  # at most, to learn one batch; 30 to 100 are usual

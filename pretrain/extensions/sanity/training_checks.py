@@ -17,7 +17,7 @@ from pretrain.engine.optimizer import peak_learning_rate
 from pretrain.errors import format_number
 from pretrain.extensions.sanity.batches import SmallBatch
 from pretrain.extensions.sanity.checked_engine import CheckedEngine, Gradients
-from pretrain.extensions.sanity.result import Result, not_made
+from pretrain.extensions.sanity.extension import Result, not_made
 
 REAL_STEPS = 2  # with the run's batches, before the training on one small batch
 _REPORTED_STEPS = 10  # steps between two reports of the progress

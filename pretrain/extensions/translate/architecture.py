@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.parts import Result
 from pretrain.extensions.translate.settings import Settings
 from pretrain.model.config import model_config_from
 from pretrain.model.description import ModelConfig

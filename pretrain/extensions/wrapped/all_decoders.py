@@ -18,7 +18,7 @@ from typing import Any
 
 from pretrain.child import child_command
 from pretrain.errors import ConfigError, shorten
-from pretrain.extensions.wrapped.model_types import their_model_types
+from pretrain.extensions.wrapped.extension import their_model_types
 from pretrain.extensions.wrapped.parts import UnknownPartsError
 from pretrain.extensions.wrapped.prove import Proof, UnprovenError, prove, tiny_config
 from pretrain.extensions.wrapped.tiny import tiny_copy

@@ -39,7 +39,7 @@ def measured_bytes(config: ModelConfig, decoder: "Decoder", batch: MicroBatch) -
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from pretrain.extensions.wrapped.carried import width_at
-    from pretrain.extensions.wrapped.specs import wrapped_specs
+    from pretrain.extensions.wrapped.modules import wrapped_specs
     from pretrain.memory.storage_tracker import StorageTracker
     from pretrain.model.parameters import DTYPES
     from pretrain.model.recompute import Recompute

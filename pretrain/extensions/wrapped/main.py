@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pretrain.cli import Parser, text
 from pretrain.errors import REJECTED, ConfigError
-from pretrain.extensions.wrapped.model_types import their_model_types
+from pretrain.extensions.wrapped.extension import their_model_types
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.families import FAMILIES
 from pretrain.paths import check_file

@@ -11,7 +11,7 @@ import torch
 
 from pretrain.analysis.recorded_data import open_data_of_step
 from pretrain.errors import ConfigError
-from pretrain.extensions.inspect.position import find_step
+from pretrain.extensions.inspect.main import find_step
 from pretrain.extensions.inspect.step import StepTensors, check_labels, read_step, step_lines
 from tests.distributed.test_sample_orders import test_a_moved_run_continues_with_the_samples_of_megatron
 from tests.support.cases import config, flags

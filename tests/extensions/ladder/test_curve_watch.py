@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.extensions.ladder.band import ABOVE, BELOW, FEWEST_ROWS
-from pretrain.extensions.ladder.curve_watch import Change, CurveWatch
+from pretrain.extensions.ladder.curve_watch import ABOVE, BELOW, FEWEST_ROWS, Change, CurveWatch
 from pretrain.extensions.ladder.expected_curve import (
     OFF_CURVE,
     ON_CURVE,

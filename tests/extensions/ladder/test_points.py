@@ -9,10 +9,9 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from pretrain.extensions.ladder.ladder_file import Range
+from pretrain.extensions.ladder.ladder_file import LARGEST_FACTOR, WARN_FACTOR, Range, Reach
 from pretrain.extensions.ladder.law import LARGEST_EXPONENT, SMALLEST_TERM, Law
 from pretrain.extensions.ladder.points import Backtest, backtest, law_text, read_points
-from pretrain.extensions.ladder.reach import LARGEST_FACTOR, WARN_FACTOR, Reach
 from tests.support.rejection import rejection
 
 PUBLISHED = Path(__file__).parent / "published"

@@ -35,8 +35,8 @@ from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.errors import ConfigError
 from pretrain.extensions.replay.documents import odd_documents, pieces_of
-from pretrain.extensions.replay.order import SAMPLES_FILE, ReplayOrder
-from pretrain.extensions.replay.question import Replay, question, read_replay
+from pretrain.extensions.replay.examine_step import Replay, question, read_replay
+from pretrain.extensions.replay.extension import SAMPLES_FILE, ReplayOrder
 from pretrain.extensions.replay.target import find_target
 from tests.extensions.replay import WORKERS
 from tests.extensions.replay.planted_cases import (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pretrain.errors import ConfigError
+from pretrain.extensions.replay.extension import ReplayOrder
 from pretrain.extensions.replay.launch import Layout, train_again
-from pretrain.extensions.replay.order import ReplayOrder
 from pretrain.extensions.replay.target import Target
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pretrain.extensions.replay.first_micro_batch import Place
-from pretrain.extensions.replay.wrong_ranks import Finding, RankSums, find_wrong_ranks
+from pretrain.extensions.replay.recompute import Finding, RankSums, find_wrong_ranks
 
 PLACES = [Place("forward", "layer 0", "its output"), Place("forward", "layer 1", "its output"),
           Place("backward", "layer 1", "the gradient of its input"),

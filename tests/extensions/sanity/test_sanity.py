@@ -220,7 +220,7 @@ def test_a_failed_check_rejects_the_run_and_is_the_exit_code_of_the_tool(corpus:
 
 def test_the_table_is_broken_between_words() -> None:
     """A terminal of 80 columns breaks no number of the table."""
-    program = ("from pretrain.extensions.sanity.result import Result, print_table;"
+    program = ("from pretrain.extensions.sanity.extension import Result, print_table;"
                "print_table([Result('gradient scale', True, ' '.join(['0.995'] * n), '0.75 to 1.33', '') "
                "for n in range(1, 20)])")
     code, written = in_terminal([sys.executable, "-c", program])

@@ -12,8 +12,7 @@ import torch
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import FINISHED, ConfigError
-from pretrain.extensions.tasks.extension import PREDICTION_ROW, TASK_ROW, Tasks
-from pretrain.extensions.tasks.find_tasks import find_run_tasks
+from pretrain.extensions.tasks.extension import PREDICTION_ROW, TASK_ROW, Tasks, find_run_tasks
 from pretrain.extensions.tasks.section import predictions_data
 from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module

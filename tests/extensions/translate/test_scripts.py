@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.translate.command_line import script_words
 from pretrain.extensions.translate.main import main
-from pretrain.extensions.translate.read_input import read_settings
+from pretrain.extensions.translate.read_input import read_settings, script_words
 from pretrain.extensions.translate.settings import WrittenFile
 
 # forms of public scripts of Megatron-DeepSpeed and BigScience, in texts of our own

@@ -21,13 +21,11 @@ from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.dcp.files import METADATA, DcpFiles
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, Shape
-from pretrain.extensions.adopt.mapping import read_in_module, shapes_in_module
+from pretrain.extensions.adopt.mapping import precision_of_dtype, read_in_module, shapes_in_module, whole_number
 from pretrain.extensions.adopt.megatron.config import megatron_core_config
 from pretrain.extensions.adopt.megatron.layer_files import EnumValue, Ignored
-from pretrain.extensions.adopt.megatron.names import BY_HEAD
+from pretrain.extensions.adopt.megatron.names import BY_HEAD, merge_qkv
 from pretrain.extensions.adopt.megatron.states import read_schedule
-from pretrain.extensions.adopt.megatron.tensor_parallel_parts import merge_qkv
-from pretrain.extensions.adopt.values import precision_of_dtype, whole_number
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.description import Parameter
 from pretrain.model.hf_names import TensorRule

@@ -15,8 +15,14 @@ from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.errors import ConfigError
 from pretrain.extensions.adopt.deepspeed import zero_files
 from pretrain.extensions.adopt.deepspeed.engine_files import EngineFiles
-from pretrain.extensions.adopt.deepspeed.trainer_settings import Effects, effects_of_arguments, effects_of_module
-from pretrain.extensions.adopt.deepspeed.training_arguments import TRAINING_ARGS, read_training_arguments, schedule_of
+from pretrain.extensions.adopt.deepspeed.trainer_settings import (
+    TRAINING_ARGS,
+    Effects,
+    effects_of_arguments,
+    effects_of_module,
+    read_training_arguments,
+    schedule_of,
+)
 from pretrain.extensions.adopt.deepspeed.zero_layout import FoundParameters, add_torch_optimizer
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, understood
 from pretrain.extensions.adopt.optimizers import UNKNOWN_DECAY

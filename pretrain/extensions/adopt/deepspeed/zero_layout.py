@@ -22,13 +22,13 @@ from pretrain.extensions.adopt.deepspeed.engine_files import (
     SAME_CHECKPOINT,
     EngineFiles,
     Shape,
+    SwappedFiles,
     base_state,
     module_tensors,
     param_groups,
     param_shapes,
     value_at,
 )
-from pretrain.extensions.adopt.deepspeed.swapped_files import SwappedFiles
 from pretrain.extensions.adopt.parameter_order import names_by_shape, names_by_values
 
 _LARGEST_PADDING = 128  # elements a rank; DeepSpeed 0.19.8 pads to a multiple of 2 elements a rank

@@ -8,12 +8,11 @@ from typing import Any
 
 from pretrain.errors import ConfigError, counted, named
 from pretrain.extension import BUILT_IN
-from pretrain.extensions.replay.causes import CAUSES
 from pretrain.extensions.replay.compare import Comparison, compare, compare_loosely
-from pretrain.extensions.replay.order import ReplayOrder
+from pretrain.extensions.replay.extension import ReplayOrder
 from pretrain.extensions.replay.record_files import FLIGHT, Header, RankRecord, read_start
+from pretrain.extensions.replay.result import CAUSES, SURE, Verdict, judge
 from pretrain.extensions.replay.target import Target
-from pretrain.extensions.replay.verdict import SURE, Verdict, judge
 from pretrain.monitor.read_run_folder import read_events, read_starts
 
 RECOMPUTATION = "recomputation"  # event of a micro-batch that another rank has computed with another result
