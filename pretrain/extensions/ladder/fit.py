@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.ladder.ladder_file import Point
-from pretrain.extensions.ladder.law import LARGEST_EXPONENT, SMALLEST_TERM, Law, Variance
+from pretrain.extensions.ladder.ladder_file import LARGEST_EXPONENT, SMALLEST_TERM, Law, Point, Variance
 
 HUBER_DELTA = 1e-3  # of log L
 FEWEST_VALUES = 3  # of N, and of D: the term of each has two constants, and e is the third

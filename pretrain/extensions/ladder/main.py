@@ -30,8 +30,16 @@ from pretrain.distributed.device import nvidia_smi, wants_cpu
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.ladder.expected_curve import CurvePoint, Target, corpus_of
 from pretrain.extensions.ladder.fit import fit_law, fit_stable_law
-from pretrain.extensions.ladder.ladder_file import DECAYED, LARGEST_FACTOR, STABLE, Ladder, Point, Range, write_ladder
-from pretrain.extensions.ladder.law import Law
+from pretrain.extensions.ladder.ladder_file import (
+    DECAYED,
+    LARGEST_FACTOR,
+    STABLE,
+    Ladder,
+    Law,
+    Point,
+    Range,
+    write_ladder,
+)
 from pretrain.extensions.ladder.mixture_runs import mixtures_main
 from pretrain.extensions.ladder.page import page
 from pretrain.extensions.ladder.plan import Plan, Wish, batch_of, check_reach, make_plan, plan_lines

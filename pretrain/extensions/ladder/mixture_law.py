@@ -13,7 +13,7 @@ import numpy as np
 
 from pretrain.extensions.ladder.expected_curve import LEVEL
 from pretrain.extensions.ladder.fit import scipy_function
-from pretrain.extensions.ladder.law import Variance, interval
+from pretrain.extensions.ladder.ladder_file import Variance, interval
 from pretrain.monitor.expected import Expected
 
 LEAST_PART = 0.05  # of a domain in a small run: one that never reads a domain has a loss of another kind

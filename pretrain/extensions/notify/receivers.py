@@ -1,7 +1,7 @@
-"""Check who hears of a run, start the process that follows it, and send messages: the first of a kind at once, later ones
-in groups, in threads that nobody waits for.
+"""Check who hears of a run, start the process that follows it, and send messages.
 
-URLs of receivers hold secrets: they are read from environment variables, and only by the process that sends.
+The first message of a kind is sent at once, later ones in groups, in threads that nobody waits for. URLs of receivers
+hold secrets: they are read from environment variables, and only by the process that sends.
 """
 
 import contextlib

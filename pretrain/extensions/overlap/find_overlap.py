@@ -1,4 +1,4 @@
-"""`ds-pretrain data overlap`: compare training data with evaluation sets, report what they share, write data without it."""
+"""`ds-pretrain data overlap`: compare training data with evaluation sets, report and remove what they share."""
 
 import argparse
 import hashlib
@@ -24,9 +24,8 @@ from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 from pretrain.extensions.overlap.evaluation_sets import EvaluationSet, find_tokenizer, read_set
-from pretrain.extensions.overlap.ngrams import index_ngrams
+from pretrain.extensions.overlap.ngrams import Overlap, index_ngrams, search
 from pretrain.extensions.overlap.report import SetReport, report_json, report_lines, report_set
-from pretrain.extensions.overlap.search import Overlap, search
 from pretrain.paths import check_file
 from pretrain.progress import ProgressBar
 

@@ -11,8 +11,7 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import shorten
 from pretrain.extensions.overlap.evaluation_sets import EvaluationSet
-from pretrain.extensions.overlap.ngrams import Numbers
-from pretrain.extensions.overlap.search import Overlap
+from pretrain.extensions.overlap.ngrams import Numbers, Overlap
 
 _WORST = 20  # documents of each set in the JSON
 _SHOWN = 3  # of these, on the terminal

@@ -29,8 +29,14 @@ from pretrain.cli import Parser, path, path_text, say, text, whole_number
 from pretrain.commands.small_runs import Curve, last_step, read_curve, run_subcommand, train_runs
 from pretrain.distributed.device import cpu_name, nvidia_smi
 from pretrain.errors import ConfigError
-from pretrain.extensions.recipes.describe import description
-from pretrain.extensions.recipes.on_gpus import check_data, check_hashes, check_machine, plan_of, prediction_table
+from pretrain.extensions.recipes.describe import (
+    check_data,
+    check_hashes,
+    check_machine,
+    description,
+    plan_of,
+    prediction_table,
+)
 from pretrain.extensions.recipes.recipe import (
     FULL,
     SMALL,

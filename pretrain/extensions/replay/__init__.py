@@ -4,5 +4,5 @@
 - `compare.py`: the first difference between two recordings of the same steps.
 - `samples.py`: the samples of a reproducible step that stand out; `sample_passes.py`: the passes over samples.
 - `documents.py`: the documents of these samples, and what is odd about them.
-- `result.py`: the result with its remedy, from the differences between the run and its replays, and between the replays.
+- `result.py`: the result, from the differences between the run and its replays, and between the replays.
 """

@@ -1,4 +1,4 @@
-"""The flight record, recomputation, and replays of a step: flags, the subcommand, rules, and the order for the ranks."""
+"""The flight record, recomputation, and replays of a step: flags, subcommand, rules, and the order for the ranks."""
 
 import argparse
 import dataclasses

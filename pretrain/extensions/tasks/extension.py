@@ -131,7 +131,7 @@ def _callbacks(plan: "Plan") -> "Iterator[Callback]":
 EXTENSION = Extension(
     "tasks", "Scores tasks of lm-eval and shows texts of the model while a run trains.", settings=Tasks, check=_check,
     rules=_rules, prepare=_prepare, callbacks=_callbacks, files=(PREDICTIONS_FILE,),
-    section="section:Texts", section_files=("section.js",),
+    section="predictions:Texts", section_files=("section.js",),
     events={"tasks_failed": ("", "lm-eval could not score `--eval_tasks`; the run continues")},
     problems={"tasks_failed": Problem("lm-eval could not score the tasks: {reason}", "look at the terminal's output")},
     rows={"Rows of the scores of --eval_tasks": TASK_ROW, f"Rows of {PREDICTIONS_FILE}": PREDICTION_ROW})

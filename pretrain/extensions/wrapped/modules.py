@@ -16,10 +16,19 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from pretrain.extensions.wrapped.carried import DIGITS, Carried, digits_of, ids_of, pack, unpack
 from pretrain.extensions.wrapped.decoder import Decoder, own_name, persistent_buffers, replace_parameter, token_ids_like
 from pretrain.extensions.wrapped.parts import bound_arguments
-from pretrain.extensions.wrapped.runner import Handler, Stop, move_buffers
+from pretrain.extensions.wrapped.runner import (
+    DIGITS,
+    Carried,
+    Handler,
+    Stop,
+    digits_of,
+    ids_of,
+    move_buffers,
+    pack,
+    unpack,
+)
 from pretrain.model.description import Layer, ModelConfig
 from pretrain.model.layers.vocabulary import Head, Labels, LossHead, TrainingLoss, tied_head, tied_loss_head
 from pretrain.model.parameters import create_parameters

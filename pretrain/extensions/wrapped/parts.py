@@ -6,7 +6,7 @@ list returns new random hidden states. The list is the one of the decoder layers
 exactly once, in order, with the hidden states that the module before it returned.
 
 The other arguments of the decoder layers (masks, rotary tables ...) are compared between runs with other random values.
-Those that depend on the token ids are carried from layer to layer (carried.py). None may depend on the hidden states.
+Those that depend on the token ids are carried from layer to layer (runner.py). None may depend on the hidden states.
 """
 
 import inspect
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.extensions.wrapped.carried import Carried
-from pretrain.extensions.wrapped.runner import Handler, Runner
+from pretrain.extensions.wrapped.runner import Carried, Handler, Runner
 
 # How a decoder layer may return the hidden states, in the order in which this is tried.
 _ITEMS = (0, 1, 2, 3)  # 0: as a tensor, otherwise as the first item of a tuple of this length

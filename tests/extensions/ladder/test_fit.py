@@ -12,8 +12,7 @@ pytest.importorskip("scipy")
 
 from pretrain.errors import ConfigError
 from pretrain.extensions.ladder.fit import compute_optimal, fit_law
-from pretrain.extensions.ladder.ladder_file import Point
-from pretrain.extensions.ladder.law import Law
+from pretrain.extensions.ladder.ladder_file import Law, Point
 from pretrain.extensions.ladder.points import read_points
 
 # Besiroglu et al. 2024 (arXiv 2404.10102), with the standard errors of their notebook

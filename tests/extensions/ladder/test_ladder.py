@@ -21,8 +21,7 @@ from pretrain.errors import ConfigError
 from pretrain.extension import Extension
 from pretrain.extensions.ladder.expected_curve import counted_parameters
 from pretrain.extensions.ladder.extension import EXTENSION
-from pretrain.extensions.ladder.ladder_file import DECAYED, STABLE, Ladder
-from pretrain.extensions.ladder.law import Law
+from pretrain.extensions.ladder.ladder_file import DECAYED, STABLE, Ladder, Law
 from pretrain.extensions.ladder.main import decayed_part, expected_loss, main
 from pretrain.extensions.ladder.page import warnings_of
 from pretrain.extensions.ladder.plan import FEWEST_STEPS, Batch, Plan, Wish, eval_steps_of, make_plan, plan_lines

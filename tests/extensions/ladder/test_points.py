@@ -9,8 +9,15 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from pretrain.extensions.ladder.ladder_file import LARGEST_FACTOR, WARN_FACTOR, Range, Reach
-from pretrain.extensions.ladder.law import LARGEST_EXPONENT, SMALLEST_TERM, Law
+from pretrain.extensions.ladder.ladder_file import (
+    LARGEST_EXPONENT,
+    LARGEST_FACTOR,
+    SMALLEST_TERM,
+    WARN_FACTOR,
+    Law,
+    Range,
+    Reach,
+)
 from pretrain.extensions.ladder.points import Backtest, backtest, law_text, read_points
 from tests.support.rejection import rejection
 

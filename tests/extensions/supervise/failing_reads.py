@@ -6,7 +6,7 @@ See tests/support/failing_reads.py.
 import sys
 from pathlib import Path
 
-from pretrain.extensions.supervise.choose_hosts import SupervisorSettings
+from pretrain.extensions.supervise.next_start import SupervisorSettings
 from pretrain.extensions.supervise.supervisor import supervise
 from tests.support.failing_reads import BEGAN, ROW, STOP, main
 

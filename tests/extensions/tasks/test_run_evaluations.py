@@ -13,7 +13,7 @@ from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import FINISHED, ConfigError
 from pretrain.extensions.tasks.extension import PREDICTION_ROW, TASK_ROW, Tasks, find_run_tasks
-from pretrain.extensions.tasks.section import predictions_data
+from pretrain.extensions.tasks.predictions import predictions_data
 from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module
 from pretrain.monitor.read_run_folder import read_events, read_rows

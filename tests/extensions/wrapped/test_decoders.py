@@ -17,10 +17,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from pretrain.errors import ConfigError
 from pretrain.extensions.wrapped import main as models
 from pretrain.extensions.wrapped.all_decoders import VALUES, Verdict, prove_all, prove_model_type
-from pretrain.extensions.wrapped.carried import digits_of, ids_of
 from pretrain.extensions.wrapped.extension import their_model_types
 from pretrain.extensions.wrapped.prove import prove_wrapped, tiny_config
 from pretrain.extensions.wrapped.read import wrapped_config
+from pretrain.extensions.wrapped.runner import digits_of, ids_of
 from pretrain.extensions.wrapped.tiny import tiny_copy
 from pretrain.model.config import model_config_from
 from pretrain.model.own_models import default_values, import_own_model

@@ -20,7 +20,7 @@ from pretrain.config.flags.arguments import data_spec
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.data.data_spec import split_words
 from pretrain.errors import FINISHED, REJECTED, ConfigError
-from pretrain.extensions.supervise.launch_command import hostfile_of, run_folder, train_flags, with_separator
+from pretrain.extensions.supervise.next_start import hostfile_of, run_folder, train_flags, with_separator
 from pretrain.extensions.supervise.supervisor import SupervisorSettings, supervise
 from pretrain.extensions.supervise.supervisor_files import RESTART_LOG
 from pretrain.monitor.read_run_folder import read_rows
