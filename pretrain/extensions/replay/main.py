@@ -24,9 +24,8 @@ from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, text, whole_number
 from pretrain.errors import ConfigError, format_number, listed, named, printable, shorten
 from pretrain.extensions.replay.documents import OddDocument, odd_documents
-from pretrain.extensions.replay.examine_step import Answer, Replay, order_of, question
+from pretrain.extensions.replay.examine_step import Answer, Layout, Replay, order_of, question, train_again
 from pretrain.extensions.replay.extension import SAMPLES_FILE, ReplayOrder
-from pretrain.extensions.replay.launch import Layout, train_again
 from pretrain.extensions.replay.result import CAUSES, SURE, Verdict
 from pretrain.extensions.replay.target import Target, find_target, parse_target
 from pretrain.monitor.repeatable import OWN_CODE, repeated_config, repeated_flags

@@ -23,9 +23,8 @@ from pretrain.extensions.adopt.deepspeed.engine_files import (
 from pretrain.extensions.adopt.deepspeed.trainer_settings import Effects, effects_of_module
 from pretrain.extensions.adopt.deepspeed.zero_layout import FoundParameters, find_parameters
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, Shape, understood
-from pretrain.extensions.adopt.mapping import loss_scale_of
+from pretrain.extensions.adopt.mapping import is_rounded, loss_scale_of
 from pretrain.extensions.adopt.optimizers import recognize
-from pretrain.extensions.adopt.parameter_order import is_rounded
 from pretrain.model.hf_names import is_buffer
 
 # what engine.save_checkpoint writes; other keys are the program's own (client_state)

@@ -29,9 +29,8 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.world import running_environment
 from pretrain.errors import ConfigError, CorruptionError
-from pretrain.extensions.replay.examine_step import Replay, order_of, question, read_replay
+from pretrain.extensions.replay.examine_step import Layout, Replay, order_of, prepare, question, read_replay
 from pretrain.extensions.replay.extension import ReplayOrder, read_order
-from pretrain.extensions.replay.launch import Layout, prepare
 from pretrain.extensions.replay.target import Target, find_target
 from pretrain.monitor import announce
 from pretrain.resilience.launcher_watch import LauncherWatch
