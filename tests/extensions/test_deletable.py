@@ -85,7 +85,7 @@ def tree_without(name: str, folder: Path) -> Path:
 
 def test_each_folder_declares_an_extension_of_its_name() -> None:
     assert [each.name for each in extensions() if each.origin == BUILT_IN] == NAMES
-    assert USED.keys() == {each.name for each in extensions() if each.origin == BUILT_IN and each.flags}
+    assert USED.keys() >= {each.name for each in extensions() if each.origin == BUILT_IN and each.flags}
     assert [name for name in NAMES if not (ROOT / f"pretrain/extensions/{name}/README.md").is_file()] == []
 
 

@@ -225,7 +225,7 @@ def _conclude(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: di
     met = "reproduced" if scale == FULL else "as expected at the small scale, which does not show the published result"
     if not results:
         met = "trained; no loss is published to compare with"
-    print(f"results: {f'{missed} of {len(results)} expectations NOT met' if missed else met}")
+    print(f"verdict: {f'{missed} of {len(results)} expectations NOT met' if missed else met}")
     return int(missed > 0)
 
 

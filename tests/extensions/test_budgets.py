@@ -1,0 +1,22 @@
+"""The most lines of Python that each extension may have: a larger limit is a decision, and stands in its commit.
+
+Lines are counted without blank ones, comments and docstrings. A new extension needs an entry.
+"""
+
+from tests.extensions.test_deletable import NAMES
+from tests.extensions.test_reach import lines_of
+from tests.support.launch import ROOT
+
+MOST_LINES = {
+    "adopt": 3690, "average": 210, "cpu_kernels": 1100, "health": 1560, "hints": 320, "host_time": 350, "inspect": 390,
+    "ladder": 2180, "notify": 490, "overlap": 550, "profile": 520, "recipes": 850, "replay": 2590, "report": 580,
+    "sanity": 1020, "slow_ranks": 980, "supervise": 570, "tasks": 380, "translate": 2520, "wrapped": 1920}
+MOST_LINES_OF_ALL = 22_570  # less than the sum of the limits: one may grow where another shrinks
+
+
+def test_no_extension_is_larger_than_its_budget() -> None:
+    assert set(NAMES) <= MOST_LINES.keys()
+    lines = {name: sum(lines_of(path.read_text(encoding="utf-8"))
+                       for path in (ROOT / "pretrain/extensions" / name).rglob("*.py")) for name in NAMES}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES[name]} == {}
+    assert sum(lines.values()) <= MOST_LINES_OF_ALL
