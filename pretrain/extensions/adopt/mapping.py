@@ -11,19 +11,28 @@ fp32 copies of 16-bit weights. Without either, the file is rejected.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Shape
 from pretrain.model.config import ModelConfig
 from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
-from pretrain.model.hf_weights import module_shapes, module_tensors, to_ours
+from pretrain.model.hf_weights import module_tensors, to_ours
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # keys of Manifest.loss_scale
 _REMEDY = ("continue the run with ZeRO stage 1, 2 or 3 for a step, whose files have the names, or import the weights "
            "alone")
+
+
+def load_foreign_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = ()) -> Any:
+    """Load a `torch.save` file of another program, whose size and hash no manifest has. A pipe would wait forever."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(str(path), problem="this is no regular file", remedy="use another checkpoint")
+    return load_pickle(path, mmap=mmap, also=also)
 
 
 def whole_number(value: Any) -> int | None:
@@ -240,3 +249,12 @@ def _divided(where: str, groups: Sequence[Mapping[str, Any]], state: Mapping[int
         raise ConfigError(where, problem="the optimizer's groups do not list the parameters in the order of the model",
                           remedy=_REMEDY)
     return names
+
+
+def module_shapes(rules: Sequence[TensorRule], config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that `module_tensors` returns for the same rules."""
+    if rules[0].is_stacked:
+        experts, _, columns = rules[0].shape
+        return {stacked_in_module(rules[0].theirs[0])[0]: (experts, sum(rule.shape[1] for rule in rules), columns)}
+    names = [name_in_module(name, config) for name in rules[0].theirs]
+    return dict(zip(names, rules[0].their_shapes(), strict=True))

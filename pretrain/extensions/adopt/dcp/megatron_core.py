@@ -17,11 +17,16 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.dcp.files import METADATA, DcpFiles
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, Shape
-from pretrain.extensions.adopt.mapping import precision_of_dtype, read_in_module, shapes_in_module, whole_number
+from pretrain.extensions.adopt.mapping import (
+    load_foreign_pickle,
+    precision_of_dtype,
+    read_in_module,
+    shapes_in_module,
+    whole_number,
+)
 from pretrain.extensions.adopt.megatron.config import megatron_core_config
 from pretrain.extensions.adopt.megatron.layer_files import EnumValue, Ignored
 from pretrain.extensions.adopt.megatron.names import BY_HEAD, merge_qkv

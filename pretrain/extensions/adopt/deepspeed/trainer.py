@@ -9,7 +9,6 @@ import torch
 import transformers
 
 from pretrain.checkpoint.format.fragments import FileLocation
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import StoredParameters
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.errors import ConfigError
@@ -25,6 +24,7 @@ from pretrain.extensions.adopt.deepspeed.trainer_settings import (
 )
 from pretrain.extensions.adopt.deepspeed.zero_layout import FoundParameters, add_torch_optimizer
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, understood
+from pretrain.extensions.adopt.mapping import load_foreign_pickle
 from pretrain.extensions.adopt.optimizers import UNKNOWN_DECAY
 from pretrain.model.hf_names import HEAD
 from pretrain.model.own_models import transformers_config

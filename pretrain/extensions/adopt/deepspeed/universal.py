@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from deepspeed.checkpoint import SubparamShape
 
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.deepspeed.universal_states import EngineStates, read_engine_states
 from pretrain.extensions.adopt.deepspeed.zero_files import with_schedule
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, Shape
-from pretrain.extensions.adopt.mapping import shapes_in_module
+from pretrain.extensions.adopt.mapping import load_foreign_pickle, module_shapes, shapes_in_module
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.hf_names import HEAD, TensorRule, name_in_module
-from pretrain.model.hf_weights import module_shapes, module_tensors, rules_by_module_tensors
+from pretrain.model.hf_weights import module_tensors, rules_by_module_tensors
 
 _NO_STATES = ("step",)  # files of a parameter that have no number for each weight
 # names of GPT-NeoX, Megatron-DeepSpeed and Megatron-LM in pipelines and without

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.convert.universal import DECAYS
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError
 from pretrain.extensions.adopt.deepspeed.zero_files import global_batch_size, precision_of
 from pretrain.extensions.adopt.foreign_run import Omission
-from pretrain.extensions.adopt.mapping import loss_scale_of, number
+from pretrain.extensions.adopt.mapping import load_foreign_pickle, loss_scale_of, number
 from pretrain.extensions.adopt.optimizers import Recognized, recognize
 
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError, shorten
@@ -23,7 +22,7 @@ from pretrain.extensions.adopt.deepspeed.engine_files import (
 from pretrain.extensions.adopt.deepspeed.trainer_settings import Effects, effects_of_module
 from pretrain.extensions.adopt.deepspeed.zero_layout import FoundParameters, find_parameters
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, Shape, understood
-from pretrain.extensions.adopt.mapping import is_rounded, loss_scale_of
+from pretrain.extensions.adopt.mapping import is_rounded, load_foreign_pickle, loss_scale_of
 from pretrain.extensions.adopt.optimizers import recognize
 from pretrain.model.hf_names import is_buffer
 

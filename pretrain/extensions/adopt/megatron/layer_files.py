@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.adopt.mapping import load_foreign_pickle
 
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MP_RANK = re.compile(r"mp_rank_(\d+)_model_states\.pt")

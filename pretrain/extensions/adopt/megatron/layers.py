@@ -16,7 +16,7 @@ import torch
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission
-from pretrain.extensions.adopt.mapping import precision_of_dtype, read_in_module, shapes_in_module
+from pretrain.extensions.adopt.mapping import module_shapes, precision_of_dtype, read_in_module, shapes_in_module
 from pretrain.extensions.adopt.megatron.config import megatron_config, neox_config
 from pretrain.extensions.adopt.megatron.layer_files import LayerFiles, check_counts, find_files, load, load_layers
 from pretrain.extensions.adopt.megatron.names import (
@@ -43,7 +43,7 @@ from pretrain.extensions.adopt.megatron.states import (
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.description import Parameter
 from pretrain.model.hf_names import TensorRule
-from pretrain.model.hf_weights import module_shapes, rules_by_module_tensors
+from pretrain.model.hf_weights import rules_by_module_tensors
 
 _VOCABULARY = ("embedding", "head")
 # biases that GPT-NeoX adds on each tensor-parallel rank before the sum over ranks, if attention and MLP are parallel
