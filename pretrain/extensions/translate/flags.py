@@ -3,12 +3,13 @@
 Values are converted as other_programs.yaml says.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from pretrain.config.flags.arguments import DEFAULTS, FLAGS, TYPES
+from pretrain.config.flags.arguments import DEFAULTS, FLAGS, TYPES, RunArguments
 from pretrain.errors import ConfigError
 from pretrain.extensions.translate.parts import Result
 from pretrain.extensions.translate.settings import Settings, as_number, conversion_for, names_for
@@ -17,18 +18,18 @@ from pretrain.monitor.repeatable import NEVER_REPEATED
 _KINDS = {name: (kind, *get_args(kind)) for name, kind in TYPES.items()}
 # flags whose values other parts compute, from several settings or from words that are no values here
 _COMPUTED = frozenset("""
-    deepspeed_config model model_overrides init_from train_data valid_data test_data blend_schedule sample_order packing
-    dataset_module dataset_args tokenizer seq_length train_steps train_tokens batch_schedule lr_schedule lr_warmup_steps
-    lr_warmup_tokens lr_decay_steps lr_decay_tokens lr_wsd_steps lr_wsd_tokens lr_decay_shape min_lr min_lr_ratio
-    no_weight_decay init_method output_init_method init_std mup_base_width embedding_dropout attention_dropout
-    residual_dropout trackio deepspeed_log_level profile_steps profile_ranks memory_snapshot resume resume_from override
-    checkpoint_mirror recompute recompute_every precision micro_batch_size gradient_accumulation_steps
-    global_batch_size learning_rate adam_beta1 adam_beta2 adam_epsilon weight_decay gradient_clipping
-    noise_scale_interval early_stopping_patience keep_best keep_every local_rank spike_policy eval_tasks
-    document_attention decay_vectors lr_counts_from_0
+    deepspeed_config model model_overrides init_from train_data valid_data test_data blend_schedule sample_order
+    packing dataset_module dataset_args tokenizer seq_length train_steps train_tokens batch_schedule lr_schedule
+    lr_warmup_steps lr_warmup_tokens lr_decay_steps lr_decay_tokens lr_wsd_steps lr_wsd_tokens lr_decay_shape min_lr
+    min_lr_ratio no_weight_decay init_method output_init_method init_std mup_base_width embedding_dropout
+    attention_dropout residual_dropout trackio deepspeed_log_level resume resume_from override checkpoint_mirror
+    recompute recompute_every precision micro_batch_size gradient_accumulation_steps global_batch_size learning_rate
+    adam_beta1 adam_beta2 adam_epsilon weight_decay gradient_clipping noise_scale_interval early_stopping_patience
+    keep_best keep_every local_rank spike_policy document_attention decay_vectors lr_counts_from_0
     """.split())  # noqa: SIM905 (readable)
-# nor those that a file of somebody else must not set
-_COPIED = tuple(name for name in FLAGS if name not in _COMPUTED and name not in NEVER_REPEATED)
+# nor those of extensions, nor those that a file of somebody else must not set
+_COPIED = tuple(field.name for field in dataclasses.fields(RunArguments) if field.name in FLAGS
+                and field.name not in _COMPUTED and field.name not in NEVER_REPEATED)
 
 
 def _without_spaces(value: Any) -> str:
