@@ -42,7 +42,7 @@ SOURCE_RECORD = "imported_from.json"  # program and folder; size and SHA-256 of 
 _ENGINE_STATE = "mp_rank_00_model_states.pt"  # read by `CheckpointReader.engine_state`
 _SHARD_BYTES = 5 * 10**9
 _TORCH_SAVE = (".pt", ".pth", ".bin")  # endings of files that torch.save writes
-_ADAM = OPTIMIZERS["adamw"].family  # of whose classes torch's AdamW is one
+_ADAM = OPTIMIZERS["adamw"].family  # torch's AdamW is one of its classes
 _FIRST_BATCH = -1  # `last_batch_iteration` of DeepSpeed's schedulers before the first step
 
 

@@ -64,7 +64,7 @@ class _Place:
     """One of the tensors that hold one of our parameters."""
 
     name: str  # in the source
-    half: int | None = None  # of a matrix that stacks two: the first (0) or the second half of dimension 1
+    half: int | None = None  # half of a matrix that stacks two: the first (0) or the second half of dimension 1
 
 
 class OurRun:

@@ -14,7 +14,7 @@ from pretrain.errors import ConfigError
 from pretrain.extensions.adopt.foreign_run import Omission
 from pretrain.model.init_methods import is_embedding
 
-_SETTINGS = ("betas", "eps", "momentum", "dampening", "nesterov", "lr_decay")  # of a DeepSpeed JSON, besides "lr"
+_SETTINGS = ("betas", "eps", "momentum", "dampening", "nesterov", "lr_decay")  # as in a DeepSpeed JSON, "lr" aside
 # older versions of torch do not record it for Adam and AdamW, and no checkpoint has the optimizer's class
 UNKNOWN_DECAY = Omission("weight_decay", "the checkpoint does not record whether weight decay is decoupled from the "
                      "gradient; it is taken as decoupled (AdamW)")
@@ -25,7 +25,7 @@ _LONGEST_LIST = 3  # names in a message
 class Recognized:
     """An optimizer that this program has, too."""
 
-    type: str  # of a DeepSpeed JSON
+    type: str  # as in a DeepSpeed JSON
     states: tuple[str, ...]  # that it uses; others in the file are unused
     params: dict[str, Any]
     omissions: tuple[Omission, ...] = ()
@@ -109,7 +109,7 @@ def _unknown(where: str, group: Mapping[str, Any], states: set[str]) -> ConfigEr
 class WeightDecay:
     """The weight decay of a run, in terms of --weight_decay, --decay_vectors and --no_weight_decay."""
 
-    value: float | None = None  # of the decayed parameters; None: not recorded
+    value: float | None = None  # value of the decayed parameters; None: not recorded
     decay_vectors: bool = False
     no_weight_decay: tuple[str, ...] = ()
     problem: str = ""  # why these flags do not describe it; then they are the defaults

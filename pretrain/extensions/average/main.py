@@ -49,7 +49,7 @@ class AveragePlan:
     config: ModelConfig
     out: Path
     tokenizer: Tokenizer | None  # to copy; None: see `notes`
-    notes: tuple[str, ...]  # for the user
+    notes: tuple[str, ...]  # lines that the user should see
 
 
 def plan_average(run: Path, out: Path, *, steps: Sequence[int] | None = None, last: int | None = None,

@@ -46,7 +46,7 @@ from pretrain.extensions.health.facts import PARTS, Fact, Parts, all_facts
 
 THIS_HOST = "this host"
 _LARGEST_SKEW_S = 1.0
-_MARGIN_S = 15.0  # of the connection to a host
+_MARGIN_S = 15.0  # margin of the connection to a host
 _COLUMNS = 80
 _NAME_WIDTH = 15
 _OF_HOSTS = ("include", "exclude", "num_nodes", "num_gpus", "master_addr", "ssh_port", "launcher")
@@ -160,7 +160,7 @@ def _report_errors(diagnosis: Diagnosis, host: str, results: Mapping[str, Mappin
 
 
 def report_clock(diagnosis: Diagnosis, host: str, found: Mapping[str, float]) -> None:
-    """Report a clock that was not between the times, on this host, of the question and of the answer."""
+    """Report a clock that was not between the times, on this host, of the request and of the answer."""
     skew_s = max(found["asked"] - found["begin"], 0.0) or min(found["answered"] - found["end"], 0.0)
     if abs(skew_s) > _LARGEST_SKEW_S:
         diagnosis.add(host, f"its clock is at least {abs(skew_s):.1f} s {'behind' if skew_s > 0 else 'ahead of'} the "

@@ -24,7 +24,7 @@ _MOST_UNLOGGED = 1_000_000  # steps between two rows: a larger distance comes fr
 class StepPosition:
     """The start of the run that trained a step, and the data position at the beginning of the step."""
 
-    start: dict[str, Any]  # of run.json
+    start: dict[str, Any]  # record in run.json
     step: int
     consumed_samples: int
 

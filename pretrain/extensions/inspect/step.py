@@ -22,7 +22,7 @@ class StepTensors:
     position: StepPosition
     data: RunData
     batches: list[MicroBatch]
-    ids: list[int]  # of the samples: their places in the order of the data
+    ids: list[int]  # ids of the samples: their places in the order of the data
     ranks: int  # data-parallel
     micro_batch_size: int  # in samples
 

@@ -26,14 +26,14 @@ _ALARM_LEVEL = 0.99  # probability that a healthy run remains in the wider band
 _ERRORS = 5.0  # standard errors, as for the hints
 _CLIP = 5.0  # standard deviations; a value farther from the median counts as one at this distance
 _WIDER = NormalDist().inv_cdf((1 + _ALARM_LEVEL) / 2) / NormalDist().inv_cdf((1 + LEVEL) / 2)
-_MOST_PARTS = 16  # of the rows, from which the noise is estimated
+_MOST_PARTS = 16  # most parts of the rows, from which the noise is estimated
 _KEYS = ("step", "tokens", "loss", "expected", "low", "high")
 _LONGEST = 4096  # newest rows that are looked at
 _JUMP = 4.0  # standard errors
-_SUDDEN = 0.75  # of the departure; in a slow one, the rows next to its beginning differ by less than half of it
+_SUDDEN = 0.75  # fraction of the departure; in a slow one, the rows next to its beginning differ by less than half
 _MOST_EVALUATIONS = 8  # newest ones, whose difference from the training loss is used
-# of the expected loss: without evaluations, the training texts may be easier or harder by this much than those for
-# validation. In runs on Python's library, files of other packages had a loss 2% to 5% higher (2026-11-25).
+# fraction of the expected loss: without evaluations, the training texts may be easier or harder by this much than
+# those for validation. In runs on Python's library, files of other packages had a loss 2% to 5% higher (2026-11-25).
 _OTHER_TEXTS = 0.05
 
 
@@ -277,5 +277,5 @@ def _jump(difference: np.ndarray, first: int) -> float | None:
         return None
     jump, whole = (float(np.median(part) - np.median(before)) for part in (after, difference[-FEWEST_ROWS // 2:]))
     noise = float(np.median(np.abs(before - np.median(before)))) / NORMAL_MAD
-    error = 1.25 * noise * math.sqrt(1 / len(before) + 1 / len(after))  # of a difference of medians
+    error = 1.25 * noise * math.sqrt(1 / len(before) + 1 / len(after))  # error of a difference of medians
     return jump if abs(jump) > max(_JUMP * error, _SUDDEN * abs(whole)) else None

@@ -54,7 +54,7 @@ class Target:
     low: float
     high: float
     curve: list[CurvePoint]  # ascending tokens, from the end of the warm-up
-    peak_lr: float | None = None  # of the target's run; None: not known
+    peak_lr: float | None = None  # highest rate of the target's run; None: not known
 
     def at(self, tokens: float) -> Expected | None:
         """Return the expected loss after `tokens`, interpolated linearly in log(tokens); None outside of the curve."""
@@ -134,7 +134,7 @@ class LadderPart(TypedDict):
     corpus: dict[str, str]  # see corpus_of
     vocab_size: int
     family: str  # model_type
-    scaling: str  # of the learning rate with the width: "standard" or "mup"
+    scaling: str  # scaling of the learning rate with the width: "standard" or "mup"
     target: Target
 
 

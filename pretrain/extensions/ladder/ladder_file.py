@@ -24,11 +24,11 @@ from pretrain.monitor.expected import Expected
 if TYPE_CHECKING:
     import numpy as np
 
-LARGEST_EXPONENT = 3.0  # of alpha and beta; published ones are 0.05 to 0.7
+LARGEST_EXPONENT = 3.0  # largest exponent of alpha and beta; published ones are 0.05 to 0.7
 SMALLEST_TERM = -12.0  # logarithm of e, and of the other terms at the centre of the points: 6e-6 nats
 _NEAR = 1.01
-_FEWEST_DEGREES = 2  # of freedom, of a variance that is drawn
-_LARGEST_RATIO = 5.0  # of a drawn standard deviation to the estimated one
+_FEWEST_DEGREES = 2  # fewest degrees of freedom, of a variance that is drawn
+_LARGEST_RATIO = 5.0  # largest ratio of a drawn standard deviation to the estimated one
 DECAYED, STABLE = "decayed", "stable"  # keys of `laws`
 WARN_FACTOR = 10.0
 LARGEST_FACTOR = 50.0
@@ -86,7 +86,7 @@ class Variance:
     """A variance that is estimated from a sum of squares."""
 
     squares: float
-    degrees: int  # of freedom
+    degrees: int  # degrees of freedom
 
     @property
     def value(self) -> float:
@@ -159,7 +159,7 @@ class Ladder:
     corpus: dict[str, str]  # see corpus_of
     vocab_size: int
     family: str  # model_type
-    scaling: str  # of the learning rate with the width: "standard" or "mup"
+    scaling: str  # scaling of the learning rate with the width: "standard" or "mup"
     points: list[Point]
     laws: dict[str, Law]
     range: Range

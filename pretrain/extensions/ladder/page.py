@@ -26,11 +26,11 @@ from pretrain.monitor.expected import Expected
 
 StepSeconds = Callable[[ModelConfig], float]
 _TOKEN_FACTORS = (0.25, 0.5, 1.0, 2.0)
-_SIZE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the target's parameters
+_SIZE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # size factors of the target's parameters
 _FLOPS_PER_PARAMETER = 6  # and token, forward and backward
 _LINE_POINTS = 60
 _LARGEST_USUAL_EXPONENT = 1.0
-_LARGEST_USUAL_NOISE = 0.01  # of the logarithm of the loss
+_LARGEST_USUAL_NOISE = 0.01  # in the logarithm of the loss
 _STYLE = ("body { font: 15px sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em } "
           "table { border-collapse: collapse } td, th { padding: 0.15em 0.9em; text-align: right; "
           "border-bottom: 1px solid #ddd } td:first-child, th:first-child { text-align: left } "

@@ -29,14 +29,14 @@ from pretrain.model.config import model_config_from
 from pretrain.model.description import ModelConfig
 from pretrain.model.families import FAMILIES
 
-FEWEST_SIZES = 3  # of which a law in N can be fitted
-_WIDTH_MULTIPLE = 8  # of inner sizes that do not divide evenly: kernels need aligned rows
+FEWEST_SIZES = 3  # fewest sizes from which a law in N can be fitted
+_WIDTH_MULTIPLE = 8  # inner sizes that do not divide evenly: kernels need aligned rows
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_size")
 _PER_LAYER = ("layer_types", "mlp_only_layers")  # keys of a config.json with an entry for each layer, or its indices
 STANDARD, MUP = "standard", "mup"
 # GPT-3's peak rates, 6e-4 at a width of 768 and 0.6e-4 at 12,288 (arXiv 2005.14165, table 2.1), fall with this power
 WIDTH_EXPONENT = math.log(10) / math.log(16)
-_WSD_FRACTION, _LOWEST_RATIO = 0.2, 0.1  # of the decays, if the target's schedule has none
+_WSD_FRACTION, _LOWEST_RATIO = 0.2, 0.1  # decays, if the target's schedule has none
 DEEPSPEED_JSON = "deepspeed.json"
 # flags that the smaller runs have as the target; the ladder sets the others, or they have no effect on the loss
 _KEPT = (
@@ -64,7 +64,7 @@ _JSON_KEYS = ("optimizer", "gradient_clipping", "bf16", "fp16", "data_types", "c
 class Size:
     """A model of the family."""
 
-    name: str  # of its runs: h128-l2 has a hidden size of 128 and 2 layers
+    name: str  # name of its runs: h128-l2 has a hidden size of 128 and 2 layers
     config: ModelConfig
     parameters: int  # see counted_parameters
     shape_error: float  # how far depth and heads are from the target's proportions, which need whole numbers

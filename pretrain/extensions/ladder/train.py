@@ -21,7 +21,7 @@ from pretrain.memory.step_time.measured_run import MeasuredRun, read_measured_ru
 from pretrain.memory.step_time.time_parameters import TimeParameters
 from pretrain.monitor.read_run_folder import is_number, read_metrics
 
-_STEPS = 8  # of a measurement; the first one is not used
+_STEPS = 8  # steps of a measurement; the first one is not used
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MeasuredTimes:
 
     measured: MeasuredRun
     parameters: TimeParameters
-    start_seconds: float  # of a run, without its steps
+    start_seconds: float  # time of a run without its steps
 
     def step_seconds(self, size: Size, batch: Batch) -> float:
         """Return the seconds of a training step."""

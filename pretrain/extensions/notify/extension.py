@@ -40,7 +40,7 @@ class Notify:
 
     @property
     def has_receivers(self) -> bool:
-        """Whether somebody gets messages about the run."""
+        """True if somebody gets messages about the run."""
         return bool(self.notify or self.notify_command)
 
     @property

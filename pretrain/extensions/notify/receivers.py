@@ -177,7 +177,7 @@ class Senders:
     def _deliver(self, name: str, send: Send, message: Message) -> None:
         """Send a message, once more after a while if the receiver did not accept it."""
         for pause_s in (0 if self._closing.is_set() else _RETRY_S, 0):
-            with contextlib.suppress(Exception):  # of a service's client: its text may hold the URL
+            with contextlib.suppress(Exception):  # raised by a service's client: its text may hold the URL
                 if send(message):
                     return
             if pause_s == 0 or self._closing.wait(pause_s):
@@ -248,7 +248,7 @@ def _start(run: Path, flags: Notify, owner: str) -> "subprocess.Popen[str] | Non
         assert process.stdin is not None
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
-    except OSError as error:  # for example no more processes allowed, or a run folder that cannot be read
+    except OSError as error:  # no more processes are allowed, or the run folder cannot be read
         say(f"warning: nobody hears of this run: {error}")
         return None
     return process

@@ -31,7 +31,7 @@ from pretrain.paths import check_file
 from pretrain.progress import ProgressBar
 
 _WORST = 20  # documents of each set in the JSON
-_SHOWN = 3  # of these, on the terminal
+_SHOWN = 3  # rows on the terminal
 _EXCERPT_TOKENS = 64
 _EXCERPT_CHARACTERS = 70
 _READ_DOCUMENTS = 1 << 16  # whose bounds are read at once

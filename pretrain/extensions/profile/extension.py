@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pretrain.config.plan import Plan
 
 REQUEST = "PROFILE"  # file in the run folder: the number of steps to profile, or empty
-DEFAULT_PROFILE_STEPS = 3  # of a profile of a running job
+DEFAULT_PROFILE_STEPS = 3  # steps of a profile of a running job
 MOST_STEPS = 100  # a trace of a large model has some MB per step
 GROUP = Group("checks, measurements and profiles")
 

@@ -23,8 +23,8 @@ _PARTNERS = {"SendActivation": ("RecvActivation", 1), "RecvActivation": ("SendAc
              "SendGrad": ("RecvGrad", -1), "RecvGrad": ("SendGrad", 1)}
 _AT_THE_END = (REDUCE, OPTIMIZER)
 _LETTERS = {FORWARD: "F", BACKWARD: "B", TRANSFER: "t", LOAD: "d", BUBBLE: ".", REDUCE: "R", OPTIMIZER: "O"}
-_COLUMNS = 69  # of a row of letters, after "stage 12  "
-_MOST_ROWS = 32  # of a plot; of more ranks only the first pipeline is drawn
+_COLUMNS = 69  # columns of a row of letters, after "stage 12  "
+_MOST_ROWS = 32  # most rows of a plot; of more ranks only the first pipeline is drawn
 # (light, dark)
 _COLOURS = {FORWARD: ("#0b62c4", "#5fadff"), BACKWARD: ("#0b7a5c", "#45d1a6"), TRANSFER: ("#c2480c", "#ff9c62"),
             LOAD: ("#55504b", "#bdb6ae"), BUBBLE: ("#e9ecf0", "#272f3a"), REDUCE: ("#9536a3", "#dc95e6"),
@@ -57,11 +57,11 @@ class RankInstructions:
 class Segment:
     """A time in which a rank did one kind of work, in seconds from the start of the step."""
 
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     start: float
     end: float
-    name: str = ""  # of the instruction; "" between two instructions
-    index: int = 0  # of the instruction
+    name: str = ""  # name of the instruction; "" between two instructions
+    index: int = 0  # index of the instruction
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def _last_steps(scale: Scale, out: Path) -> dict[str, int]:
 
 def _conclude(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: dict[str, str],
               seconds: dict[str, float]) -> int:
-    """Print the verdict, write receipt.json and verdict.svg, and return the exit code."""
+    """Print the result, write receipt.json and verdict.svg, and return the exit code."""
     expect, names = recipe.scales[scale].expect, recipe.scales[scale].names()
     curves = {name: read_curve(out / "runs" / name) for name in names}
     results = [each.result(curves) for each in expect]

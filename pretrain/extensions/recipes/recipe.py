@@ -84,7 +84,7 @@ class Scale:
     """Runs and what is expected of them: at full scale the published result, at small scale that the files work."""
 
     runs: list[Run | Grid] = field(default_factory=list)
-    flags: dict[str, Any] = field(default_factory=dict)  # of all runs
+    flags: dict[str, Any] = field(default_factory=dict)  # flags of all runs
     flags_from: str = ""  # YAML with further flags of all runs, relative to the recipe
     expect: list[Expectation] = field(default_factory=list)
 
@@ -100,8 +100,8 @@ class Recipe:
     """The content of recipe.yaml."""
 
     title: str
-    source: str  # of the published figures
-    time: str  # of all runs, on which machine
+    source: str  # source of the published figures
+    time: str  # time of all runs, on which machine
     expect: list[Expectation]
     corpus: str = ""  # YAML, relative to the recipe; "" without runs
     runs: list[Run | Grid] = field(default_factory=list)

@@ -23,12 +23,12 @@ from pretrain.model.operator_memory import MicroBatch, hidden_states_bytes
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 BILLION = 1e9
 PUBLISHED = "published"  # last column of a table
-_ROUNDING = 1e-9  # of numbers that are compared as printed
+_ROUNDING = 1e-9  # error of numbers that are compared as printed
 
 
 @dataclass(frozen=True)
 class Result:
-    """Whether an expectation is met, in a line of text."""
+    """Outcome of an expectation: whether it is met, in a line of text."""
 
     is_met: bool
     text: str
@@ -157,7 +157,7 @@ class Formula:
     published: list[float]
     differences: dict[str, list[float]] = field(default_factory=dict)  # what this project does not keep: reason -> list
     tensor_parallel: int = 1
-    recompute: bool = False  # of complete blocks
+    recompute: bool = False  # complete blocks are recomputed
     percent: list[float] = field(default_factory=list)  # published bounds, of the first configuration with ranks
 
     def __post_init__(self) -> None:

@@ -95,8 +95,8 @@ class Comparison:
     last: int
     headers: dict[int, Header] = field(default_factory=dict)  # by rank, of ranks that both have
     compared: list[int] = field(default_factory=list)  # steps that both have, of at least one rank
-    complete: list[int] = field(default_factory=list)  # of these, the steps with all keys
-    missing_ranks: list[int] = field(default_factory=list)  # of the first recording
+    complete: list[int] = field(default_factory=list)  # the steps with all keys, among these
+    missing_ranks: list[int] = field(default_factory=list)  # missing ranks of the first recording
     step: int | None = None  # the first step with a difference
     differing: dict[int, list[str]] = field(default_factory=dict)  # rank -> keys that differ there
     one: Rows = field(default_factory=dict)  # the rows of this step by rank, in the first recording

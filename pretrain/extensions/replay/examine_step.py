@@ -59,7 +59,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict, and what it is based on."""
+    """The result, and what it is based on."""
 
     verdict: Verdict
     notes: list[str]
@@ -213,7 +213,7 @@ class Layout:
 
     @property
     def is_other(self) -> bool:
-        """Whether ranks compute other parts of the step than in the run."""
+        """True if ranks compute other parts of the step than in the run."""
         return self.deepspeed_config is not None or self.ranks is not None
 
 

@@ -28,7 +28,7 @@ _SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skippi
 
 @dataclass(frozen=True)
 class ReplayOrder:
-    """What a replay trains. It ends after `step`, and neither evaluates nor saves."""
+    """Steps that a replay trains. It ends after `step`, and neither evaluates nor saves."""
 
     step: int
     consumed_samples: int | None = None  # data position of its first step; None: that of the checkpoint
@@ -52,7 +52,7 @@ def read_order(path: Path) -> ReplayOrder:
 
 @dataclass(frozen=True)
 class Replay:
-    """Records for questions about the steps of a run, and what it computes twice."""
+    """Records of the steps of a run for replays, and micro-batches that it computes twice."""
 
     flight_steps: int = GROUP.flag(
         512, "keep a small record of at least the last N steps of each rank in RUN/flight, from which a step can be "

@@ -25,8 +25,8 @@ from pretrain.engine.phases import new_event
 from pretrain.engine.update import REDUCED_DIGEST
 
 _PREVIOUS = 3  # factor of the checksum of the micro-batches before: odd, so that no bit is lost modulo 2^64
-LARGEST_COST = 0.002  # of the time of a step
-_LEAST_FOR_ALL_KEYS = 0.0005  # of the time of a step, if the keys of each step alone cost nearly as much
+LARGEST_COST = 0.002  # fraction of the time of a step
+_LEAST_FOR_ALL_KEYS = 0.0005  # fraction of the time of a step, if the keys of each step alone cost nearly as much
 _FULL = (3, 5)  # steps of this start with all keys; the first one is not measured: it allocates memory
 _DECIDED_AFTER = 8  # steps of this start; the others up to here are measured without these keys
 
@@ -67,7 +67,7 @@ class LayerDigests:
     def __init__(self, engine: DeepSpeedEngine, cost: CostTimer) -> None:
         self._engine, self._cost = engine, cost
         parameters = [layer_of(name) for name, _ in engine.module.named_parameters()]
-        self.names = list(dict.fromkeys([*layers_of(engine.module), *parameters]))  # of this rank's layers, in order
+        self.names = list(dict.fromkeys([*layers_of(engine.module), *parameters]))  # this rank's layers, in order
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
@@ -167,7 +167,7 @@ class FlightInterval:
     def __init__(self, given: int | None, device: torch.device) -> None:
         self.steps = given  # None: not chosen yet
         self.measured_ms: dict[str, float] = {}  # see Header.measured_ms
-        self._cost_ms = 0.0  # of the keys of the interval, in a step that has them
+        self._cost_ms = 0.0  # time of the keys of the interval, in a step that has them
         self._device = device
         self._trained = 0
         self._cheap_ms: list[float] = []  # cost of the other keys

@@ -3,7 +3,7 @@
     ds-pretrain replay runs/gpt2@41203
     ds-pretrain replay runs/gpt2@41203 --deepspeed_config zero3_offload_all_cpu --num_accelerators 1
 
-The run folder is only read; all files are in --output. Exit codes: 0 there is a verdict; 2 bad input.
+The run folder is only read; all files are in --output. Exit codes: 0 there is a result; 2 bad input.
 """
 
 import argparse
@@ -35,18 +35,18 @@ from pretrain.stored_json import read_object, reason_of
 from pretrain.terminal import clear_status, status
 
 COLUMNS = 79
-_STEPS_AFTER = 3  # steps after the one in question, with and without its odd samples
+_STEPS_AFTER = 3  # steps after the examined one, with and without its odd samples
 _KEY = " " * 10  # width of the words before a colon
 VERDICT = "verdict.json"  # in the output folder
 
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """What the examination found."""
+    """Findings of the examination."""
 
     report: dict[str, Any]  # samples.json
     documents: list[OddDocument]
-    command: str  # of a branch without the samples; "": none stands out
+    command: str  # command of a branch without the samples; "": none stands out
 
     def lines(self) -> list[str]:
         """Return the lines to print. The command is one line, to be copied."""
@@ -224,7 +224,7 @@ def main() -> int:
         status(f"examining the samples of step {step}, log {output / 'samples' / 'log'}")
         try:
             samples = ask_about_samples(target, layout, output / "samples", order_of(target))
-        except ConfigError as error:  # the verdict is known
+        except ConfigError as error:  # the result is known
             answer.notes.append(f"the samples of the step were not examined: {error}")
     values = _record(target, answer, samples)
     output.mkdir(parents=True, exist_ok=True)
@@ -258,7 +258,7 @@ def _record(target: Target, answer: Answer, samples: SampleAnswer | None) -> str
 
 
 def verdict_lines(target: Target, verdict: Verdict, notes: Sequence[str]) -> list[str]:
-    """Return the lines about a verdict: what it is, the evidence, and what to do."""
+    """Return the lines about a result: what it is, the observations, and what to do."""
     lines = _wrapped(f"{target.run}@{target.step}: {_headline(verdict)}", "", "  ")
     if verdict.certainty != SURE:
         for reason in verdict.reasons:

@@ -47,7 +47,7 @@ class RankSums:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the checksums show."""
+    """Findings from the checksums."""
 
     kind: str  # FLAKY: a rank disagrees with itself. WRONG: the majority differs. UNDECIDED: no majority
     ranks: list[int]

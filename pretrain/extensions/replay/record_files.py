@@ -23,7 +23,7 @@ _KEPT_STARTS = 3
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank is: the first line of its file. Other versions may have written other fields."""
+    """Description of a rank: the first line of its file. Other versions may have written other fields."""
 
     rank: int
     world_size: int = 0  # 0: unknown

@@ -27,9 +27,9 @@ SURE, UNSURE = "sure", "unsure"
 
 @dataclass(frozen=True)
 class Cause:
-    """A kind of verdict."""
+    """A kind of result."""
 
-    text: str  # begins the first line of the verdict
+    text: str  # begins the first line of the result
     remedy: str
 
 
@@ -107,14 +107,14 @@ class Verdict:
         return {**asdict(self), "text": self.text}
 
     def doubt(self, reason: str, *also: str) -> "Verdict":
-        """Return the verdict, with a reason why it is unsure."""
+        """Return the result, with a reason why it is unsure."""
         return replace(self, certainty=UNSURE, reasons=[*self.reasons, reason],
                        also=[*self.also, *(kind for kind in also if kind not in (self.kind, *self.also))])
 
 
 def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine: Sequence[str] = (),
           recomputed: Sequence[dict[str, Any]] | None = None) -> Verdict:
-    """Return the verdict.
+    """Return the result.
 
     Args:
         run: the run compared with the first replay.
@@ -145,7 +145,7 @@ def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine:
 
 
 def _equal(run: Comparison, recomputed: Sequence[dict[str, Any]] | None) -> Verdict:
-    """Return the verdict if the replay equals the run."""
+    """Return the result if the replay equals the run."""
     steps = f"steps {run.compared[0]} to {run.compared[-1]}" if len(run.compared) > 1 else f"step {run.compared[0]}"
     lines = [f"{steps}: all recorded values of {counted(len(run.headers), 'rank')} are equal, bit by bit",
              f"{counted(len(run.complete), 'step')} of these with checksums of weights, states and gradients"]
@@ -164,7 +164,7 @@ def _equal(run: Comparison, recomputed: Sequence[dict[str, Any]] | None) -> Verd
 
 
 def _wrong_rank(run: Comparison, recomputed: Sequence[dict[str, Any]], lines: list[str]) -> Verdict:
-    """Return the verdict if ranks compute the same micro-batch with different results."""
+    """Return the result if ranks compute the same micro-batch with different results."""
     event = recomputed[0]
     suspects = [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
     layer = str(event.get("layer") or "").removeprefix("layer ").partition(" ")[0]  # without the name of its class
@@ -178,7 +178,7 @@ def _wrong_rank(run: Comparison, recomputed: Sequence[dict[str, Any]], lines: li
 
 
 def _of_replays(differing: Comparison) -> Verdict:
-    """Return the verdict if two replays differ from each other."""
+    """Return the result if two replays differ from each other."""
     found = replace(_of_difference(differing), now=True)
     lines = ["two replays differ from each other: it happens now, not only in the past", *found.evidence]
     if found.stage == WEIGHTS or not differing.is_everywhere(found.ranks) or found.stage in (REDUCTION, UPDATE):
@@ -191,7 +191,7 @@ def _of_replays(differing: Comparison) -> Verdict:
 
 
 def _of_difference(found: Comparison) -> Verdict:
-    """Return the verdict about the first difference alone."""
+    """Return the result about the first difference alone."""
     stage = found.stage
     assert stage is not None
     rules = {WEIGHTS: _memory, FORWARD: _forward, BACKWARD: _backward, REDUCTION: _reduction, UPDATE: _update}

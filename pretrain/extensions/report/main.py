@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer_with(self, kind: str, make_text: Any) -> None:
         try:
             text = make_text()
-        except ConfigError as error:  # for example a run folder on a file system that is gone
+        except ConfigError as error:  # the file system of a run folder may be gone
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
         else:
             self._answer(HTTPStatus.OK, kind, text)

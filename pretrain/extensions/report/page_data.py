@@ -27,15 +27,15 @@ from pretrain.errors import escape_controls
 from pretrain.extension import Section
 from pretrain.extensions.report.compare import as_text, changes_between, differences, run_names, settings
 
-_MAX_SEGMENTS = 100  # of abandoned rows; the newest are kept
+_MAX_SEGMENTS = 100  # segments of abandoned rows; the newest are kept
 _DIGITS = 7  # significant digits of the points of reduced curves
-MAX_POINTS = 6000  # of each curve, over all runs: the page remains below a few MB
+MAX_POINTS = 6000  # points of each curve, over all runs: the page remains below a few MB
 _MIN_POINTS = 400
-_MAX_EVENTS = 200  # of a kind
+_MAX_EVENTS = 200  # events of a kind
 _MAX_STARTS = 200
 _MAX_INCIDENTS = 200
 _LONGEST_REASON = 300  # characters
-_NEWEST_ROWS = 50  # of which the overview shows the speed
+_NEWEST_ROWS = 50  # rows whose speed the overview shows
 _EVENT_KEYS = {"time", "event", "step", "reason"}
 
 

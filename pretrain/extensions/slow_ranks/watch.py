@@ -35,13 +35,13 @@ from pretrain.monitor.training_row import Interval
 
 Seconds = Mapping[tuple[int, int], float]  # pair of ranks -> of a message there and back
 _PROBES = 3  # logged steps in which links are measured, one after another; the shortest times count
-_PAUSE_S = 300.0  # of training, after which links are measured again
+_PAUSE_S = 300.0  # pause of training, after which links are measured again
 _MORE = 1.25  # ratio of the waiting times that is a reason to measure links
-_SLOW_RATIO = 3.0  # of the times of a link; busy CPUs make them longer too
+_SLOW_RATIO = 3.0  # ratio of the times of a link; busy CPUs make them longer too
 _SLOWER_S = 1e-3
 MESSAGE_BYTES = 256 * 1024
 _REPETITIONS = 5
-_LONGEST_S = 0.3  # of a pair after the first repetition, which may wait for the other rank
+_LONGEST_S = 0.3  # time of a pair after the first repetition, which may wait for the other rank
 
 
 class SlowLinks:
@@ -207,7 +207,7 @@ class SlowRankWatch(Callback):
     def start(self, run: Run) -> None:
         """Learn where the ranks are, and measure their times from now on; collective."""
         timers = attachments(run.engine).phase_timers
-        assert timers is not None  # of a run that trains
+        assert timers is not None  # a run that trains has them
         self._own_times = OwnTimes(timers)
         run.meter.timers.append(self._own_times)
         plan, folder, device = run.plan, run.folder, run.engine.device

@@ -170,7 +170,7 @@ class RunTasks(Callback):
             for name, counts in results["n-samples"].items():  # groups have none
                 scores[name]["questions"] = counts["effective"]
             return scores, ""
-        except Exception as error:  # of lm-eval, or of a metric: it must not end the run
+        except Exception as error:  # raised by lm-eval or a metric: it must not end the run
             return {}, f"lm-eval cannot evaluate: {first_line(error)}"
         finally:
             self._batches.put(None)  # otherwise all ranks would wait for a batch forever

@@ -104,7 +104,7 @@ def _check_command(result: Result, folder: str) -> str:
 
 
 def _table_lines(settings: Settings, result: Result) -> list[str]:
-    """Return the table: for each verdict the settings, and what became of them."""
+    """Return the table: the settings by outcome, and what became of them."""
     width = min(max((len(name) for name in result.rows), default=0), 44)
     lines: list[str] = []
     for verdict in _ORDER:
@@ -147,7 +147,7 @@ def _refusal(name: str, value: Any) -> str:
 
 
 def complete_rows(settings: Settings, result: Result) -> None:
-    """Give a verdict to each setting of the input that has none yet."""
+    """Complete the rows: each setting of the input gets one."""
     _note_differences(settings, result)
     _note_variables(result)
     for name, value in settings.given.items():

@@ -14,7 +14,7 @@ from pretrain.config.ds_json.read import get_value
 from pretrain.extensions.translate.settings import OFF, Settings, as_number, names_for
 from pretrain.model.config import preset_names
 
-BECAME, DIFFERS, NONE = "became", "differs", "no counterpart"  # verdicts
+BECAME, DIFFERS, NONE = "became", "differs", "no counterpart"  # outcomes of a setting
 RUN, JSON, MODEL = "run.yaml", "ds_config.json", "config.json"
 PLACEHOLDER = "TO-DO"  # beginning of values that the user has to replace
 

@@ -215,7 +215,7 @@ def _initialize(model: Any, names: list[str]) -> None:
     for name in names:
         while name := name.rpartition(".")[0]:
             paths.add(name)
-    initialize = {"": model._init_weights}  # of the innermost model that contains a module
+    initialize = {"": model._init_weights}  # by the innermost model that contains a module
     for path in sorted(paths - {""}):
         initialize[path] = getattr(model.get_submodule(path), "_init_weights", initialize.get(_parent(path)))
     for path in sorted(paths, key=lambda path: (-len(path.split(".")) if path else 0, path)):

@@ -62,7 +62,7 @@ def test_the_host_waits_no_more(name: str, dry_gpu: DryGpu, corpus: str, tmp_pat
         of_rank = file if rank == 0 else Path(f"{file}.{rank}")
         waits = waits_of(of_rank)
         assert (waits["read"] + waits["device"], waits["event"]) == (expected, events), of_rank.read_text()
-        assert waits["own event"] <= 3  # for copies that the step before has begun: late skip, guard, flight record
+        assert waits["own event"] <= 3  # copies that the step before has begun: late skip, guard, flight record
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from pretrain.extensions.ladder.report_curve import CAUSES, Evidence, likely_cau
 from pretrain.monitor.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Rows
 from tests.support.launch import ROOT
 
-TOKENS = 8192  # of a step
+TOKENS = 8192  # tokens of a step
 SEQ_LENGTH = 64
 DEVIATIONS = 1.645  # half-width of an interval that holds 90%
 

@@ -76,7 +76,7 @@ def test_lines_of_a_table():
 def test_no_prediction_too_far_away():
     points = read_points(PUBLISHED / "olmo.csv")
     far = dataclasses.replace(points[-1], run="1T", parameters=1e12, held_out=True)
-    lines = backtest([*points[:20], far], resamples=2).lines()  # of the file, the first 20 are to be fitted
+    lines = backtest([*points[:20], far], resamples=2).lines()  # the first 20 lines of the file are to be fitted
     assert lines[-2].endswith("782x  not predicted: too far from the fitted points")
     assert lines[-1].startswith("inside     0 of 0")
 

@@ -105,7 +105,7 @@ def test_a_run_that_crashes(run: Path, server: Receivers, capfd: pytest.CaptureF
     """Receivers that fail are one warning each, and the good one gets everything in its order."""
     monkeypatch.setenv("BAD", " ".join(server.url(name) for name in ("error", "close", "refused")))
     args = given(run, notify=["GOOD", "$BAD"], notify_command=f"cat > {run}/$DS_PRETRAIN_EVENT; exit 3")
-    append(run, "events.jsonl", event("spike", 1))  # of an earlier start
+    append(run, "events.jsonl", event("spike", 1))  # an earlier start
     with around_run(args, RANK_0, active=False):  # as the other ranks do
         assert not {"GOOD", "BAD"} & os.environ.keys()
     with contextlib.suppress(RuntimeError), followed(args, RANK_0):

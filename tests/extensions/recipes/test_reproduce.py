@@ -1,4 +1,4 @@
-"""`ds-pretrain reproduce`: recipes are valid, run from download to verdict, and wrong ones are rejected in one line."""
+"""`ds-pretrain reproduce`: recipes are valid, run from download to result, and wrong ones are rejected in one line."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What the list of what went wrong in a run advises: a replay of the step."""
+"""Advice in the list of what went wrong in a run: a replay of the step."""
 
 from pathlib import Path
 

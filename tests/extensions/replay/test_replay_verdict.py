@@ -1,4 +1,4 @@
-"""Verdicts from hand-made records, and the choice of checkpoint and data position."""
+"""Results from hand-made records, and the choice of checkpoint and data position."""
 
 import copy
 import json

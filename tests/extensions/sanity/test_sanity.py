@@ -134,7 +134,7 @@ def test_a_healthy_model_of_each_architecture_passes_all_checks(shape: str, shap
     learned = made["one batch is learned"]
     print(f"\n{shape:30s} {learned['measured']}; {learned['bound']}")
     failed = {name: result["measured"] for name, result in made.items() if not result["passed"]}
-    if shape == "mixtral_window_tied_one_expert":  # of a single expert: routers have no effect
+    if shape == "mixtral_window_tied_one_expert":  # a single expert: routers have no effect
         assert "router" in failed.pop("gradients reach")
     assert failed == {}
 

@@ -168,7 +168,7 @@ def test_lines_that_were_not_understood_are_named(tmp_path: Path, capsys: pytest
     assert "train_data: /data/x\n" in yaml
     assert "what the script writes into ds.json is not known" in yaml
     script.write_text(HALF.replace("LEARNING_RATE", "$LR"))
-    with pytest.raises(ConfigError, match=r"train.sh: --lr: found \$LR; expected a number"):  # of a loop
+    with pytest.raises(ConfigError, match=r"train.sh: --lr: found \$LR; expected a number"):  # in a loop
         main([str(script), "--output", str(tmp_path / "other")])
 
 

@@ -1,4 +1,4 @@
-"""`ds-pretrain translate`: public runs of other programs, and a verdict for each setting that these programs have."""
+"""`ds-pretrain translate`: public runs of other programs, and a row for each setting that these programs have."""
 
 import dataclasses
 import json

@@ -1,6 +1,6 @@
 """Decoders of transformers train as transformers' own: loss and gradients of a tiny copy of each config.
 
-The default tests prove some model types, the slow ones all of them, and that the verdicts are those of
+The default tests prove some model types, the slow ones all of them, and that the results are those of
 pretrain/extensions/wrapped/README.md. Models with faults are rejected, with the place of the fault.
 """
 

@@ -56,7 +56,7 @@ _STATE = "optimizer.state."
 _MASTERS = ("param", "fp32_param")
 _ADAM = ("exp_avg", "exp_avg_sq")
 _NOT_WEIGHTS = ("optimizer", "rng_state", "rerun_state_machine")
-_EXTRA = re.compile(r".*_extra_state(/shard_[\d_.]+)?")  # of Transformer Engine: scales of fp8
+_EXTRA = re.compile(r".*_extra_state(/shard_[\d_.]+)?")  # states of Transformer Engine: scales of fp8
 # Classes in common.pt, besides tensors and containers. An empty Namespace is created, and nothing of the file is run.
 _ALLOWED: tuple[Any, ...] = (
     argparse.Namespace,
@@ -120,9 +120,9 @@ class _Source:
     """The tensor of Megatron Core, or the part of it, that holds one of our parameters."""
 
     parameter: Parameter
-    key: str  # of the weight
+    key: str  # key of the weight
     layer: int | None  # in a tensor that stacks the layers
-    half: int | None  # of the rows: the first half holds the gate, the second one the other matrix
+    half: int | None  # half of the rows: the first half holds the gate, the second one the other matrix
     is_vocabulary: bool
 
 

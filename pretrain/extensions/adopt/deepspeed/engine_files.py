@@ -28,7 +28,7 @@ OPTIMIZER = "optimizer_state_dict"  # key of a rank's state; at ZeRO stage 3 als
 SAME_CHECKPOINT = "use the files of one checkpoint"
 Shape = tuple[int, ...]
 SUFFIX = ".swp"
-_BYTES = 4  # of an fp32 number
+_BYTES = 4  # bytes of an fp32 number
 _WEIGHTS = re.compile(r"(\d+)_(\d+)\.tensor\.swp")
 
 
@@ -41,7 +41,7 @@ class EngineFiles:
     model_files: tuple[str, ...]  # by rank; one file for all ranks below ZeRO stage 3
     optimizer_files: tuple[str, ...]  # by rank; none at ZeRO stage 0
     contents: dict[str, Any]  # file -> its content
-    stage: int = 0  # of ZeRO
+    stage: int = 0  # ZeRO stage
 
     def optimizer(self, rank: int = 0) -> dict[str, Any]:
         """Return the state of a rank's optimizer wrapper."""
@@ -184,7 +184,7 @@ def param_groups(files: EngineFiles) -> list[dict[str, Any]]:
 class SwappedFiles:
     """The swapped tensors of one rank."""
 
-    folder: Path  # of the checkpoint
+    folder: Path  # folder of the checkpoint
     rank_folder: Path
     ids: Mapping[int, str]  # sub-group -> FIRST_LAST
 

@@ -155,7 +155,7 @@ def _global_batch_size(folder: Path, arguments: Mapping[str, Any]) -> int | None
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
     if not all(isinstance(arguments.get(key), int) for key in keys):
         return None
-    # with auto_find_batch_size, or several GPUs of one process, it is not that of the arguments
+    # under auto_find_batch_size, or several GPUs of one process, it is not that of the arguments
     batch = read_json(folder / _STATE).get("train_batch_size")
     return int((batch if isinstance(batch, int) else arguments[keys[0]]) * arguments[keys[1]] * _ranks(folder))
 

@@ -87,7 +87,7 @@ class _Files:
     folder: Path
     config: ModelConfig
     rules: list[tuple[TensorRule, ...]] = field(init=False)
-    states: tuple[str, ...] = field(init=False)  # of the optimizer
+    states: tuple[str, ...] = field(init=False)  # states of the optimizer
     ours: bool = field(init=False, default=False)  # the files have this program's names
     prefix: str = field(init=False, default="")  # before each of transformers' names, if the model is a part of another
     stored_shapes: dict[str, Shape] = field(init=False)  # name in the files -> shape of the complete parameter

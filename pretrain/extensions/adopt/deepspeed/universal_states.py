@@ -27,7 +27,7 @@ class EngineStates:
     optimizer_step: float
     skipped_steps: int
     optimizer: Recognized
-    # of all parameters, or of each one by its name in the files; None: not recorded
+    # one value of all parameters, or one of each by its name in the files; None: not recorded
     weight_decay: float | Mapping[str, float] | None
     groups: list[dict[str, Any]]  # settings of the optimizer's parameter groups
     scheduler: Mapping[str, Any] | None  # state of the learning-rate schedule; None: not recorded

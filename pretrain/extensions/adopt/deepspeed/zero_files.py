@@ -32,7 +32,7 @@ _ENGINE_KEYS = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_p
                 "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config",
                 "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "csr_tensor_module_names"}
 _ACCELERATE = "pytorch_model"  # folder of the engine's files in a folder of Accelerator.save_state
-# of a program that wraps the model
+# prefixes of programs that wrap the model
 _PREFIXES = ("module.", "_orig_mod.")
 
 

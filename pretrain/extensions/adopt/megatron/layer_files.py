@@ -74,7 +74,7 @@ class LayerFiles:
     folder: Path
     layers: Mapping[int, tuple[Path, ...]]  # index of a layer -> file of each tensor-parallel rank; {}: no pipeline
     mp_ranks: tuple[Path, ...]
-    zero: tuple[tuple[Path, ...], ...]  # for each mp rank, the file of each data-parallel rank; (): no such files
+    zero: tuple[tuple[Path, ...], ...]  # file of each data-parallel rank, by mp rank; (): no such files
 
     @property
     def tensor_parallel_size(self) -> int:

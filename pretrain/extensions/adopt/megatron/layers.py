@@ -58,7 +58,7 @@ class Source:
 
     parameter: Parameter
     place: Place
-    kind: str  # of the layer
+    kind: str  # kind of the layer
 
 
 @dataclass

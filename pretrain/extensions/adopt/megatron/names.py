@@ -46,7 +46,7 @@ _BLOCK = {
     "mlp.gate": ("mlp.w1",), "mlp.up": ("mlp.w3", "mlp.linear1", "mlp.dense_h_to_4h"),
     "mlp.down": ("mlp.w2", "mlp.linear2", "mlp.dense_4h_to_h"),
 }
-_STACKED = ("mlp.linear1", "mlp.dense_h_to_4h")  # with a gate: both matrices
+_STACKED = ("mlp.linear1", "mlp.dense_h_to_4h")  # both matrices, if there is a gate
 _BUFFER = re.compile(r".*rotary_emb\.inv_freq")  # older versions of GPT-NeoX save it
 TIED = "tied_modules.embed."
 
@@ -58,7 +58,7 @@ class Place:
     """The parameter of theirs that holds one of ours."""
 
     key: Key
-    half: int | None = None  # of its rows: the first or second half holds ours
+    half: int | None = None  # half of its rows: the first or second half holds ours
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PeerLayout:
     num_blocks: int
     final_norm: int
     head: int | None  # None: tied
-    names: Mapping[int, frozenset[str]]  # of the parameters in each layer
+    names: Mapping[int, frozenset[str]]  # names of the parameters in each layer
 
     def place(self, kind: str, block: int, name: str, *, gated: bool) -> Place | None:
         """Return where a parameter of ours is; None: the checkpoint does not have it.

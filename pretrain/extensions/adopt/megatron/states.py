@@ -28,7 +28,7 @@ from pretrain.extensions.adopt.megatron.config import read_neox_settings
 from pretrain.extensions.adopt.megatron.layer_files import LayerFiles, load
 from pretrain.extensions.adopt.megatron.names import NEOX, PeerLayout
 
-Weights = dict[str, torch.Tensor]  # of one pipeline stage and tensor-parallel rank, by names such as 2.mlp.linear1.bias
+Weights = dict[str, torch.Tensor]  # by names such as 2.mlp.linear1.bias, on one pipeline stage and rank
 Layers = Mapping[int, Sequence[Mapping[str, torch.Tensor]]]  # as `load_layers` returns them
 _OTHER = "use a checkpoint with ZeRO stage 1, or adopt the weights alone: remove the key optimizer"
 _ADAM = {"exp_avg", "exp_avg_sq"}
@@ -149,7 +149,7 @@ class Settings:
     """The settings of a run, with underscores in the names."""
 
     values: Mapping[str, Any] | None  # None: the checkpoint has none
-    where: str  # for errors
+    where: str  # text that begins errors
     files: tuple[Path, ...] = ()
 
 

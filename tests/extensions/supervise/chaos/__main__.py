@@ -33,7 +33,7 @@ from tests.extensions.supervise.chaos.results import ChaosResult, compared, coun
 from tests.extensions.supervise.chaos.watch import CheckpointLedger, RunWatch
 
 RESULT = "chaos.json"
-LONGEST_STEP_TIMEOUT_S = 60.0  # with a longer --step_timeout, each `hang` would take that long
+LONGEST_STEP_TIMEOUT_S = 60.0  # a longer one makes, each `hang` would take that long
 _GRACE_S = 60.0  # time to save after a signal to this program
 _FEWEST_STEPS = 8
 _HOOKS = Path(__file__).parent / "hooks"
