@@ -8,10 +8,10 @@ from tests.extensions.test_reach import lines_of
 from tests.support.launch import ROOT
 
 MOST_LINES = {
-    "adopt": 3690, "average": 210, "cpu_kernels": 1100, "health": 1560, "hints": 320, "host_time": 350, "inspect": 390,
+    "adopt": 3710, "average": 210, "cpu_kernels": 1100, "health": 1560, "hints": 320, "host_time": 350, "inspect": 390,
     "ladder": 2180, "notify": 490, "overlap": 550, "profile": 520, "recipes": 850, "replay": 2590, "report": 580,
     "sanity": 1020, "slow_ranks": 980, "supervise": 570, "tasks": 380, "translate": 2520, "wrapped": 1920}
-MOST_LINES_OF_ALL = 22_570  # less than the sum of the limits: one may grow where another shrinks
+MOST_LINES_OF_ALL = 22_600  # less than the sum of the limits: one may grow where another shrinks
 
 
 def test_no_extension_is_larger_than_its_budget() -> None:
