@@ -10,25 +10,26 @@ from pretrain.errors import ConfigError
 HOST_FILTERS = ("include", "exclude", "num_nodes", "num_gpus", "exclude_stragglers")
 
 
-def batch_flags(ranks: int, previous: Mapping[str, Any]) -> list[str]:
+def batch_flags(ranks: int, previous: Mapping[str, Any], flag: str = "--exclude_stragglers") -> list[str]:
     """Return the flags of train.py with which `ranks` ranks keep the global batch size of `previous`.
 
-    `previous`: record of run.json. Raises ConfigError if the global batch cannot be divided.
+    Raises ConfigError if the global batch cannot be divided.
+
+    Args:
+        ranks: of the next start.
+        previous: record of run.json.
+        flag: the one that lets a run continue on fewer hosts.
     """
-    return [f"--gradient_accumulation_steps={accumulation_steps(ranks, previous)}",
+    return [f"--gradient_accumulation_steps={_accumulation_steps(ranks, previous, flag)}",
             f"--global_batch_size={previous['batch']['global_batch_size']}"]
 
 
 def check_batch(hosts: Mapping[str, int], previous: Mapping[str, Any]) -> None:
     """Raise ConfigError if the global batch of `previous` cannot be divided among the ranks of these hosts."""
-    accumulation_steps(sum(hosts.values()), previous)
+    batch_flags(sum(hosts.values()), previous)
 
 
-def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
-    """Return the gradient accumulation steps with which `ranks` ranks keep the global batch size of `previous`.
-
-    `previous`: record of run.json. Raises ConfigError if there is no such number.
-    """
+def _accumulation_steps(ranks: int, previous: Mapping[str, Any], flag: str) -> int:
     layout, batch = previous["layout"], previous["batch"]
     micro_batch, global_batch = batch["micro_batch_size"], batch["global_batch_size"]
     ranks_per_model = layout["world_size"] // layout["data_parallel_size"]
@@ -37,9 +38,9 @@ def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
                  if ranks < ranks_per_model or ranks % ranks_per_model or size % samples_per_accumulation_step]
     if undivided:
         raise ConfigError(
-            "--min_hosts", problem=f"the {ranks} remaining ranks cannot divide the global batch of {undivided[0]}, "
+            flag, problem=f"the {ranks} remaining ranks cannot divide the global batch of {undivided[0]}, "
             f"with {ranks_per_model} ranks per model and a micro batch of {micro_batch}",
-            remedy="choose slots and a global batch that also work with fewer hosts, or leave --min_hosts out")
+            remedy=f"choose slots and a global batch that also work with fewer hosts, or leave {flag} out")
     return int(global_batch // samples_per_accumulation_step)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import extensions
 from pretrain.cluster.patient_reads import read_patiently
 from pretrain.errors import ConfigError, counted, printable, shorten
 from pretrain.monitor.read_run_folder import is_number, read_events
@@ -19,7 +20,6 @@ from pretrain.stored_json import build, read_json
 
 STARTS = 3  # of which a slow host is left out; then it is tried again
 SLOW_HOSTS = "slow_hosts.json"
-_OVER = "slow_rank_over"
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,20 @@ def slow_hosts_of(events: Sequence[Mapping[str, Any]], ranks_on: Mapping[str, in
         events: of the run; those before the newest start do not count.
         ranks_on: hosts of the newest start in the order of the ranks -> number of ranks.
     """
+    # event of an extension that says which ranks are slow -> events that say that they are no longer
+    ends = {event: problem.over or () for each in extensions() for event, problem in each.problems.items()
+            if problem.is_phase}
     slow: list[Mapping[str, Any]] = []
     for event in events:
         if event["event"] == "start":
             slow = []
             # otherwise these are the hosts of another start
             ranks_on = ranks_on if event.get("world_size") in (None, sum(ranks_on.values())) else {}
-        elif event["event"] == "slow_rank":
+        elif event["event"] in ends:
             slow.append(event)
-        elif event["event"] == _OVER:
-            slow = [each for each in slow if not set(_list(each, "ranks")) & set(_list(event, "ranks"))]
+        else:
+            slow = [each for each in slow if event["event"] not in ends[each["event"]]
+                    or not set(_list(each, "ranks")) & set(_list(event, "ranks"))]
     slow.sort(key=lambda event: -float(event["ratio"]) if is_number(event.get("ratio")) else 0.0)
     found: dict[str, str] = {}
     for event in slow:

@@ -22,7 +22,7 @@ from pretrain.data.token_files.inspect_files import verify_data
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
-from pretrain.extensions.overlap import ngrams, search
+from pretrain.extensions.overlap import ngrams
 from pretrain.extensions.overlap.find_overlap import (
     OverlapResult,
     find_overlap,
@@ -77,7 +77,7 @@ def test_finds_what_sets_of_tuples_find(tmp_path_factory: pytest.TempPathFactory
     counts = {gram: sum(gram in _grams(document, n) for document in train) for gram in evaluated}
     matches = {gram for gram, count in counts.items() if 0 < count <= most}
     with pytest.MonkeyPatch.context() as patch:
-        for module, name, value in ((search, "_JOB_TOKENS", size), (search, "_READ_DOCUMENTS", 3),
+        for module, name, value in ((ngrams, "_JOB_TOKENS", size), (ngrams, "_READ_DOCUMENTS", 3),
                                     (ngrams, "_PART_TOKENS", size + 1), (ngrams, "_COMPARED", 4),
                                     (ngrams, "_SMALLEST_FILTER", 1)):
             patch.setattr(module, name, value)
@@ -208,7 +208,7 @@ def test_token_files_on_a_server_are_evaluation_sets(folder: Path) -> None:
 
 
 def test_several_processes_give_the_same_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_JOB_TOKENS", 3000)
+    monkeypatch.setattr(ngrams, "_JOB_TOKENS", 3000)
     results = [_search(str(folder / "train"), [str(folder / "eval")], 5, workers=workers) for workers in (1, 2)]
     assert results[0].to_json() == results[1].to_json()
     assert np.array_equal(results[0].overlap.documents_with, results[1].overlap.documents_with)
