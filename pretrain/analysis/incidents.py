@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.active_extensions import advice_on, problems
-from pretrain.analysis.crashes import events_and_crashes
-from pretrain.analysis.run_table import RunTable, as_float, kept_rows, number_or_none
+from pretrain.analysis.run_table import RunTable, as_float, events_and_crashes, kept_rows, number_or_none
 from pretrain.errors import GUARD, listed, named, printable, shorten
 from pretrain.extension import Problem
 from pretrain.resilience.lease_file import read_lease

@@ -7,8 +7,18 @@ from typing import Any
 import numpy as np
 
 from pretrain.analysis.run_table import Columns, Curves, RunTable, as_float, kept_evaluations, kept_rows
-from pretrain.monitor.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Hint, hints_of_extensions
-from pretrain.monitor.expected import Expectation, Expected, expectation_of, tokens_text
+from pretrain.monitor.curve import (
+    EVALUATION_KEYS,
+    KEYS,
+    Curve,
+    Expectation,
+    Expected,
+    Facts,
+    Hint,
+    expectation_of,
+    hints_of_extensions,
+    tokens_text,
+)
 
 _MOST_POINTS = 300
 _ROWS = 8  # newest rows, whose median is the measured loss, as in the events

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pretrain.analysis.evaluate.data import SPLITS, DataFlags, open_data
-from pretrain.analysis.evaluate.prepare_tasks import prepare_tasks
-from pretrain.analysis.evaluate.task_files import TaskFlags
+from pretrain.analysis.evaluate.task_files import TaskFlags, prepare_tasks
 from pretrain.analysis.model_source import (
     EvaluationSource,
     choose_partition,

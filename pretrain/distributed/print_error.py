@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import psutil
 
-from pretrain.distributed.refused_start import announce_rejection
+from pretrain.distributed.equal_ranks import announce_rejection
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.errors import ConfigError, escape_controls
 from pretrain.terminal import clear_status

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from pretrain.analysis.model_source import EvaluationSource, choose_partition, evaluation_dtype, evaluation_source
-from pretrain.checkpoint.convert.import_hf import import_hf
+from pretrain.checkpoint.convert.write_weights import import_hf
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.checkpoint.load.reader import CheckpointReader

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.cluster import ds_pretrain, patient_reads
+from pretrain.cluster import ds_pretrain, outcome
 from pretrain.errors import ConfigError
 
 ERRORS = (errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT, errno.EIO)
@@ -121,7 +121,7 @@ def begin(name: str, run: Path, first: int | None, number: int, *, outage: bool)
 
 
 def main(folder: Path) -> None:
-    patient_reads.RETRY_S = RETRY_S
+    outcome.RETRY_S = RETRY_S
     for name in PROGRAMS:
         plain = begin(name, folder / name / "plain", None, errno.EIO, outage=False)()
         print(json.dumps(plain), flush=True)

@@ -16,8 +16,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from lm_eval.models.huggingface import HFLM
 
-from pretrain.analysis.evaluate.prepare_tasks import TaskPlan
-from pretrain.analysis.evaluate.task_files import Scores, first_line, only_errors, scores_of
+from pretrain.analysis.evaluate.task_files import Scores, TaskPlan, first_line, only_errors, scores_of
 from pretrain.analysis.model_source import LOCAL_FILES, EvaluationSource
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from pretrain.distributed.deepspeed_version import deepspeed_version
+from pretrain.distributed.requirements import deepspeed_version
 from pretrain.errors import ConfigError, shorten
 
 MEASURED = ("0.18.0", "0.18.9", "0.19.0", "0.19.4", "0.19.6", "0.19.8")  # versions on which all reproducers ran

@@ -19,7 +19,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from pretrain.distributed.deepspeed_version import shortcut
+from pretrain.distributed.requirements import shortcut
 from pretrain.extensions.cpu_kernels.c_functions import euclidean_norm, has_not_finite, multiply_, scale_to_float_
 from pretrain.extensions.cpu_kernels.choice import in_c
 from pretrain.extensions.cpu_kernels.memory import PIECE_ELEMENTS

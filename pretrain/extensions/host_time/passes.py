@@ -14,7 +14,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from pretrain.distributed.deepspeed_version import shortcut
+from pretrain.distributed.requirements import shortcut
 from pretrain.engine.attachments import attachments
 from pretrain.extensions.host_time.reads import read_less
 from pretrain.extensions.host_time.waits import wait_on_device

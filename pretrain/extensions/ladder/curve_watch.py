@@ -10,8 +10,7 @@ import numpy as np
 
 from pretrain.extensions.ladder.band import ABOVE, BELOW, FEWEST_ROWS, Band, departure, has_returned, is_outside
 from pretrain.extensions.ladder.expected_curve import OFF_CURVE, ON_CURVE, Target
-from pretrain.monitor.curve import Rows
-from pretrain.monitor.expected import Expected, tokens_text
+from pretrain.monitor.curve import Expected, Rows, tokens_text
 from pretrain.monitor.noise import NORMAL_MAD, change_point
 from pretrain.monitor.read_run_folder import is_number, newest_path, read_events, read_metrics
 

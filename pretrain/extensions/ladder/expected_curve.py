@@ -8,7 +8,7 @@ from math import isfinite, log
 from typing import TYPE_CHECKING, Any
 
 from pretrain.model.description import ModelConfig
-from pretrain.monitor.expected import Expectation, Expected
+from pretrain.monitor.curve import Expectation, Expected
 from pretrain.monitor.read_run_folder import is_number
 from pretrain.stored_json import build
 

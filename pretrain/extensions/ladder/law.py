@@ -10,7 +10,7 @@ from math import erf, exp, isfinite, log, sqrt
 from typing import TYPE_CHECKING
 
 from pretrain.extensions.ladder.expected_curve import LEVEL
-from pretrain.monitor.expected import Expected
+from pretrain.monitor.curve import Expected
 
 if TYPE_CHECKING:
     import numpy as np

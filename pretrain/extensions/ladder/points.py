@@ -12,7 +12,7 @@ from pretrain.extensions.ladder.fit import depends_on_size, fit_law
 from pretrain.extensions.ladder.ladder_file import Point, Range
 from pretrain.extensions.ladder.law import Law
 from pretrain.extensions.ladder.reach import Reach
-from pretrain.monitor.expected import Expected
+from pretrain.monitor.curve import Expected
 from pretrain.stored_json import read_text, reason_of
 
 COLUMNS = ("run", "parameters", "tokens", "loss")

@@ -9,7 +9,7 @@ from pretrain.extensions.ladder.fit import fit_law, fit_stable_law
 from pretrain.extensions.ladder.ladder_file import DECAYED, STABLE, Ladder, Point, Range
 from pretrain.extensions.ladder.law import Law
 from pretrain.extensions.ladder.target import TargetRun
-from pretrain.monitor.expected import Expected
+from pretrain.monitor.curve import Expected
 
 _CURVE_POINTS = 48  # at equal factors, and as many at equal distances
 

@@ -27,7 +27,7 @@ from pretrain.extensions.notify.metrics_server import serve
 from pretrain.extensions.notify.receivers import LOOPBACK, kinds_to_send, read_urls, silence_apprise
 from pretrain.extensions.notify.send import Grouping, Send, Senders, apprise_sender, command_sender
 from pretrain.extensions.notify.start import CLOSE_S, FILES
-from pretrain.monitor.tail import Tail
+from pretrain.monitor.read_run_folder import Tail
 
 _POLL_S = 0.5
 _SILENCE_MINUTES = 30.0

@@ -10,8 +10,8 @@ from pretrain.errors import ConfigError
 from pretrain.extensions.report.compare import compare_runs, comparison_lines
 from pretrain.extensions.report.page import ReportServer, page_html, write_page
 from pretrain.extensions.report.page_data import ShownRun, page_data
+from pretrain.extensions.report.repeat_command import command_of
 from pretrain.monitor.read_run_folder import newest_start
-from pretrain.monitor.repeat_command import command_of
 from pretrain.paths import check_file
 
 _MAX_RUNS = 32  # a page with more curves cannot be read

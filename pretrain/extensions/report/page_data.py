@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from pretrain.active_extensions import functions
-from pretrain.analysis.crashes import events_and_crashes
 from pretrain.analysis.incidents import incidents_of
 from pretrain.analysis.run_curve import expected_curve, hints_of, newest_comparison
 from pretrain.analysis.run_table import (
@@ -16,6 +15,7 @@ from pretrain.analysis.run_table import (
     Curves,
     RunTable,
     as_float,
+    events_and_crashes,
     kept_evaluations,
     kept_rows,
     number_or_none,

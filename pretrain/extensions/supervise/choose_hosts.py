@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.cluster.fewer_hosts import check_batch
+from pretrain.cluster.fewer_hosts import LeftOut, check_batch, choose_without, hosts_to_leave_out
 from pretrain.cluster.hosts.remote import DEFAULT_HEALTH_COMMAND, Transport, default_transport, unhealthy_hosts
-from pretrain.cluster.slow_hosts import LeftOut, choose_without, hosts_to_leave_out
 from pretrain.errors import ConfigError
 from pretrain.extensions.supervise import launch_command
 from pretrain.monitor.read_run_folder import read_starts

@@ -8,7 +8,7 @@ import numpy as np
 from pretrain.analysis.run_table import as_float
 from pretrain.errors import escape_controls, shorten
 from pretrain.extensions.tasks.extension import PREDICTIONS_FILE
-from pretrain.monitor.tail import Tail
+from pretrain.monitor.read_run_folder import Tail
 
 _MAX_SEQUENCES, _MAX_EVALUATIONS = 20, 50  # on the page
 _LONGEST = 2000  # characters of a text
