@@ -85,7 +85,7 @@ def send_rejection(world: World, error: Exception, *, on_one_host: bool, timeout
     """Report to rank 0, and so to all ranks, that this rank alone has rejected the run. They would wait for it."""
     with contextlib.suppress(OSError, RuntimeError, ConfigError):  # rank 0 has ended, or waits in no store
         store = _connect(world, on_one_host=on_one_host, timeout_s=timeout_s)
-        store.post(key_of(_DIGESTS, world.rank), f"{_REJECTED}{world.rank} ({socket.gethostname()}): {error}", str)
+        store.post(key_of(_DIGESTS, world.rank), f"{_REJECTED}{world.rank} ({socket.gethostname()}): {error}")
 
 
 def _connect(world: World, *, on_one_host: bool, timeout_s: float) -> RankStore:

@@ -52,9 +52,9 @@ class RankStore:
     size: int  # number of ranks
     timeout_s: float  # time-out of one phase
 
-    def post(self, key: str, value: Any, kind: Any) -> None:
-        """Set the value of a key. `kind`: its type."""
-        self.store.set(key, encode_value(key, value, kind))  # type: ignore[arg-type]  # torch accepts bytes, too
+    def post(self, key: str, value: Any) -> None:
+        """Set the value of a key."""
+        self.store.set(key, encode_value(key, value))  # type: ignore[arg-type]  # torch accepts bytes, too
 
     def read(self, key: str, kind: Any) -> Any:
         """Return the value of a key that is set. Raises ForeignValueError if another program has written it."""
@@ -89,13 +89,13 @@ class RankStore:
     def _exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], kinds: tuple[Any, Any],
                   wait_s: float) -> _Answer[T, D]:
         key, answer_kind = f"{phase}: answer of rank 0", cast(Any, _Answer)[kinds]
-        self.post(key_of(phase, self.rank), value, kinds[0])
+        self.post(key_of(phase, self.rank), value)
         if self.rank == 0:
             try:
                 answer = self._combine_values(phase, combine, kinds[0], wait_s + _GRACE_S)
             except ForeignValueError as error:
                 answer = _Answer(problem=str(error))
-            self.post(key, answer, answer_kind)
+            self.post(key, answer)
             return answer
         self.store.wait([key], timedelta(seconds=wait_s + 2 * _GRACE_S))
         return cast("_Answer[T, D]", self.read(key, answer_kind))

@@ -5,10 +5,11 @@ against a type, and not pickles, which could run code. Each value is signed with
 """
 
 import contextlib
+import dataclasses
 import errno
-import functools
 import hmac
 import ipaddress
+import json
 import os
 import secrets
 import socket
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.distributed.process import port_is_free
 from pretrain.errors import printable, shorten
+from pretrain.stored_json import build, parse_json
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
     from torch.distributed import TCPStore
 
 SECRET_VARIABLE = "DS_PRETRAIN_SECRET"
@@ -99,16 +100,14 @@ def _listen(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-def encode_value(key: str, value: Any, kind: Any) -> bytes:
-    """Return the bytes for `key` of a store: a signature, then `value` as JSON. `kind`: the type of the value."""
-    text = _adapter(kind).dump_json(value)
+def encode_value(key: str, value: Any) -> bytes:
+    """Return the bytes for `key` of a store: a signature, then `value` as JSON."""
+    text = json.dumps(value, default=dataclasses.asdict).encode()
     return _signature(key, text) + text
 
 
 def decode_value(key: str, content: bytes, kind: Any) -> Any:
     """Return the value of `key`. Raises ForeignValueError if it is not signed, too large, or not of the type `kind`."""
-    from pydantic import ValidationError
-
     signature, text = content[:_SIGNATURE_BYTES], content[_SIGNATURE_BYTES:]
     if len(content) > _MOST_BYTES:
         problem = f"it has {len(content):,} bytes"
@@ -116,11 +115,9 @@ def decode_value(key: str, content: bytes, kind: Any) -> Any:
         problem = f"it is not signed with this rank's {SECRET_VARIABLE}"
     else:
         try:
-            return _adapter(kind).validate_json(text)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            problem = f"it is not of the expected form ({shorten(printable(where + ' ' + first['msg']).strip())})"
+            return build(kind, parse_json(text))
+        except ValueError as error:
+            problem = f"it is not of the expected form ({shorten(printable(str(error)))})"
     raise ForeignValueError(f"{key}: another program has written this value: {problem}. Check that all ranks belong to "
                             f"the same start and have the same {SECRET_VARIABLE}, and who can connect to this port")
 
@@ -128,10 +125,3 @@ def decode_value(key: str, content: bytes, kind: Any) -> Any:
 def _signature(key: str, text: bytes) -> bytes:
     """Return the signature of a value, which is valid for this key only. Without a secret it proves nothing."""
     return hmac.digest(os.environ.get(SECRET_VARIABLE, "").encode(), key.encode() + b"\0" + text, "sha256")
-
-
-@functools.cache
-def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
