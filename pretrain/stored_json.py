@@ -149,11 +149,6 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def reason_of(error: OSError | ValueError) -> str:
-    """Return why a file was not read, as part of a sentence."""
-    return getattr(error, "strerror", None) or str(error)
-
-
 def build(kind: type[_T], value: Any, where: str = "") -> _T:
     """Return a JSON value as a value of the type `kind`. Raises ValueError, which names the part that is wrong.
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.errors import FINISHED, GUARD, HANG, REJECTED, STOPPED, ConfigError
+from pretrain.errors import FINISHED, GUARD, HANG, REJECTED, STOPPED, ConfigError, file_errors
 from pretrain.monitor.read_run_folder import Tail, read_starts
+from pretrain.paths import status_of
 
 _MAX_KEYS = 100  # columns; the rows of a damaged or foreign file may have any number of keys
 _MAX_SPLITS = 50
@@ -118,7 +119,7 @@ class RunTable:
 
     def update(self) -> None:
         """Read what was appended since the last call."""
-        try:
+        with file_errors(self.run, "its files cannot be read ({})"):
             if any(file.was_replaced() for file in (self._metrics, *self._others)):
                 self._begin_again()
             for block in self._metrics.blocks():
@@ -126,9 +127,6 @@ class RunTable:
             for name, file in zip(_LISTS, self._others, strict=True):
                 for block in file.blocks():
                     getattr(self, name).extend(row for _, row in block)
-        except OSError as error:
-            raise ConfigError(str(error.filename or self.run),
-                              problem=f"the file cannot be read ({error.strerror})") from None
         self._read_starts()
 
     def _begin_again(self) -> None:
@@ -155,10 +153,7 @@ class RunTable:
 
     def _read_starts(self) -> None:
         path = self.run / "run.json"
-        try:
-            status = path.stat()
-        except OSError:
-            status = None
+        status = status_of(path)
         record = (status.st_mtime_ns, status.st_size) if status else None
         if record == self._record and (record is not None or self.problem):
             return

@@ -14,7 +14,7 @@ from pretrain.analysis.svg import check_plot_target, save_svg
 from pretrain.cli import Parser, path
 from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.token_files.indexed_dataset import read_meta
-from pretrain.errors import ConfigError, printable
+from pretrain.errors import ConfigError, file_errors, printable
 from pretrain.monitor.curve import Hint
 from pretrain.monitor.read_run_folder import is_number, newest_path, newest_start, read_metrics, read_rows
 from pretrain.remote import is_url
@@ -157,10 +157,8 @@ def save_loss_plot(run: Path, target: Path) -> None:
         axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy")
     axes.set(xlabel="step", ylabel="nats per token")
     axes.legend(frameon=False)
-    try:
+    with file_errors(f"--plot {target}", "the file cannot be written: {}"):
         save_svg(figure, target, "loss")
-    except OSError as error:
-        raise ConfigError(f"--plot {target}", problem=f"the file cannot be written: {error.strerror}") from None
 
 
 def main() -> int:

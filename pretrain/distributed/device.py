@@ -1,5 +1,6 @@
 """Detect the device of this machine, its data types and its peak FLOP/s, without importing torch."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -10,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pretrain.errors import ConfigError
+from pretrain.paths import text_of
 
 # values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products in bf16, or in fp16
 _ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -66,10 +68,9 @@ def cpu_device() -> Device:
 
     fp16 needs AVX512_FP16, and DeepSpeed rejects it where oneDNN may not use these instructions.
     """
-    try:
+    memory_bytes = 0
+    with contextlib.suppress(ValueError, OSError):
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        memory_bytes = 0
     fp16 = "avx512_fp16" in cpuinfo() and not _is_limited(_ISAS_WITHOUT_FP16)
     return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes, fp8=False)
 
@@ -99,10 +100,7 @@ def cpu_name() -> str:
 
 def cpuinfo() -> str:
     """Return Linux's description of the CPUs, /proc/cpuinfo; "" on other systems."""
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return text_of(Path("/proc/cpuinfo"))
 
 
 def cpu_features() -> str:
@@ -166,12 +164,16 @@ def visible_gpus(gpus: list[_Gpu]) -> list[_Gpu]:
 
 def nvidia_smi(fields: str) -> list[str]:
     """Return one line per GPU with the values of `fields` (comma-separated), sizes in MiB; [] if nvidia-smi fails."""
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
+    answer = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits") or ""
     return [line.strip() for line in answer.splitlines() if line.strip()]
+
+
+def output_of(*command: str, timeout_s: float = 20.0) -> str | None:
+    """Return what a command prints; None if it fails, does not exist or takes too long."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=True)
+        return done.stdout.decode(errors="replace")
+    return None
 
 
 def has_nvcc() -> bool:
@@ -200,9 +202,8 @@ def why_not_nvcc() -> str:
         return ""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    try:
-        answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+    answer = output_of(nvcc, "--version")
+    if answer is None:
         return f"{nvcc} does not run"  # for example CUDA_HOME without a compiler
     found = re.search(r"release (\d+\.\d+)", answer)
     return "" if found is None or cuda_versions_fit(found[1], built_for[0]) else \
@@ -264,10 +265,7 @@ def _torch_built_for(platform: str) -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "None"
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    text = text_of(Path(spec.origin).parent / "version.py")
     found = re.search(rf"^{platform}\b[^=]*=\s*(\S+)", text, re.MULTILINE)
     return found[1].strip("'\"") if found is not None else ""
 

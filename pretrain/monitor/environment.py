@@ -5,7 +5,6 @@ import hashlib
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +17,7 @@ import psutil
 from pretrain import __version__
 from pretrain.cli import OWNED
 from pretrain.config.flags.arguments import FLAGS
-from pretrain.distributed.device import cpu_name
+from pretrain.distributed.device import cpu_name, output_of
 from pretrain.remote import without_credentials
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
@@ -120,8 +119,5 @@ def code_record(run: Path) -> dict[str, Any]:
 
 def _git(folder: Path, *words: str) -> str | None:
     """Return the output of a git command; None if it fails."""
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, check=True, timeout=_GIT_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace").strip()
+    output = output_of("git", "-C", str(folder), *words, timeout_s=_GIT_S)
+    return None if output is None else output.strip()

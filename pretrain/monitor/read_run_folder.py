@@ -12,8 +12,9 @@ from typing import Annotated, Any, TypedDict, TypeGuard
 
 from pretrain.cli import LARGEST_INT
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.errors import ConfigError
-from pretrain.stored_json import build, check_fields, read_json, read_lines, reason_of
+from pretrain.errors import ConfigError, file_errors
+from pretrain.paths import status_of
+from pretrain.stored_json import build, check_fields, read_json, read_lines
 
 _LISTS = ("train_data", "valid_data", "test_data")  # flags that take one or several values
 
@@ -93,16 +94,14 @@ def newest_path(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_starts(run: Path) -> list[dict[str, Any]]:
     """Return the records of run.json, one per start, the newest last. Raises ConfigError if there are none."""
     path = run / "run.json"
-    try:
+    with file_errors(path, "cannot read the record that a run writes when it starts ({})",
+                     "Name the folder that the run has in --save", (OSError, ValueError)):
         starts = build(list[Annotated[dict[str, Any], Start]], read_json(path))
         for number, start in enumerate(starts):
             flags = {name: [value] if name in _LISTS and isinstance(value, str) else value
                      for name, value in (start.get("flags") or {}).items() if value is not None}
             check_fields(RunArguments, flags, f"[{number}].flags")
-        return starts
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), problem="cannot read the record that a run writes when it starts "
-                          f"({reason_of(error)})", remedy="Name the folder that the run has in --save") from None
+    return starts
 
 
 def newest_start(run: Path) -> dict[str, Any]:
@@ -186,11 +185,9 @@ class Tail:
 
     def was_replaced(self) -> bool:
         """Return whether the file is another one than the one that was read, or shorter."""
-        try:
-            status = os.stat(self.path)
-        except OSError:
-            return self.offset > 0
-        return self.offset > 0 and (status.st_size < self.offset or status.st_ino != self.inode)
+        status = status_of(self.path)
+        return self.offset > 0 and (
+            status is None or status.st_size < self.offset or status.st_ino != self.inode)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return all new rows; those until an error of the file system."""

@@ -18,7 +18,7 @@ from pretrain.distributed.host import state_and_start
 from pretrain.errors import ConfigError
 from pretrain.extension import RequestFile
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.paths import SAVE_FILE, STOP_FILE
+from pretrain.paths import SAVE_FILE, STOP_FILE, status_of
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.signals import SignalListener
 from pretrain.stored_json import read_text
@@ -214,9 +214,8 @@ class ControlFiles:
 
     def _modified(self) -> int:
         """Return the modification time of SAVE in ns; 0 if there is no such file."""
-        with contextlib.suppress(OSError):
-            return self.save_path.stat().st_mtime_ns
-        return 0
+        status = status_of(self.save_path)
+        return 0 if status is None else status.st_mtime_ns
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ from pretrain.data.loader import document_positions
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.patches.zero import keep_dtype_of_partitions
-from pretrain.errors import ConfigError, counted
+from pretrain.errors import ConfigError, counted, file_errors
 from pretrain.model.config import ModelConfig
 from pretrain.model.layer_specs import as_module
 from pretrain.model.parameters import DTYPES, check_dtype
@@ -286,10 +286,8 @@ def _text(value: float | None, form: str) -> str:
 def write_json(path: Path, setting: Setting, results: Sequence[Result], tasks: dict[str, dict[str, Any]]) -> None:
     """Write all results into one JSON file, atomically. Values that JSON does not have (NaN, infinity) become null."""
     values = {**asdict(setting), "data": [asdict(result) for result in results], "tasks": tasks}
-    try:
+    with file_errors(f"--json {path}", "the file cannot be written: {}"):
         write_atomically(path, json.dumps(_finite(values), indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json {path}", problem=f"the file cannot be written: {error.strerror}") from None
 
 
 def _finite(value: Any) -> Any:

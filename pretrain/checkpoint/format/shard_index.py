@@ -30,7 +30,7 @@ from pretrain.checkpoint.format.fragments import (
     flat_tensors,
     group_of,
 )
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, file_errors
 from pretrain.model.parameters import Part
 from pretrain.paths import for_each_file
 from pretrain.stored_json import build, parse_json, read_text
@@ -145,10 +145,8 @@ def read_index_texts(folder: Path) -> dict[str, str]:
 
 
 def _text_of(path: Path) -> str:
-    try:
+    with file_errors(path, "the shard index cannot be read: {}", "use another checkpoint", (OSError, ValueError)):
         return read_text(path)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from None
 
 
 def parse_shard_indexes(folder: Path, texts: Mapping[str, str]) -> StoredParameters:

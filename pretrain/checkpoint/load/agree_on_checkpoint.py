@@ -30,7 +30,7 @@ from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damag
 from pretrain.checkpoint.load.hf_folder import HFFolder, expected_hashes, hash_files
 from pretrain.checkpoint.load.init_from import InitialWeights, find_branch
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
-from pretrain.checkpoint.save.commit import remove_leftovers, write_latest
+from pretrain.checkpoint.save.commit import remove_leftovers, save_errors, write_latest
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints
 from pretrain.checkpoint.save.retention import abandoned_save_ids, move_abandoned
 from pretrain.checkpoint.save.writer import wait_for_writers
@@ -117,10 +117,8 @@ def _other_data(where: str, host: str, first: str) -> ConfigError:
 
 
 def _next(candidates: Iterator[Candidate]) -> Candidate | None:
-    try:
+    with save_errors("the run folder"):
         return next(candidates, None)
-    except OSError as error:  # of the run folder's file system
-        raise SaveError(str(error)) from error
 
 
 def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:

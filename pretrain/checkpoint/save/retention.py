@@ -16,9 +16,9 @@ from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, latest_name, manifest_or_error, step_of
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import TEMPORARY, write_latest
-from pretrain.errors import ConfigError, SaveError
+from pretrain.errors import ConfigError, SaveError, file_errors
 from pretrain.paths import fsync
-from pretrain.stored_json import build, parse_json, read_text, reason_of
+from pretrain.stored_json import build, parse_json, read_text
 
 _MIN_KEPT = 2  # checkpoints that are always kept, because one may be damaged later
 ROLLBACKS = "rollbacks.jsonl"  # in the run folder: one line for each rollback of the whole run
@@ -113,20 +113,14 @@ class Rollback:
 def read_rollbacks(checkpoints: Path) -> list[Rollback]:
     """Return all rollbacks of the run, the oldest first. Raises ConfigError if the record is damaged."""
     path = checkpoints.parent / ROLLBACKS
-    try:
+    lines: list[str] = []
+    with file_errors(path, "the record of rollbacks cannot be read: {}", _REMEDY, (OSError, ValueError)), \
+            contextlib.suppress(FileNotFoundError):
         lines = read_text(path).splitlines()
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), problem=f"the record of rollbacks cannot be read: {reason_of(error)}",
-                          remedy=_REMEDY) from None
     found = []
     for number, line in enumerate(lines, 1):
-        try:
+        with file_errors(f"{path}:{number}", "the record of a rollback is damaged: {}", _REMEDY, (ValueError,)):
             found.append(build(Rollback, parse_json(line)))
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number}", problem=f"the record of a rollback is damaged: {error}",
-                              remedy=_REMEDY) from None
     return found
 
 

@@ -36,6 +36,7 @@ from pretrain.checkpoint.save.commit import (
     commit,
     discard,
     next_checkpoint_bytes,
+    save_errors,
     temporary_folder,
     write_part,
 )
@@ -198,13 +199,11 @@ def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
 
     def begin() -> tuple[Path, str]:
         temporary = temporary_folder(checkpoints, step)
-        try:
+        with save_errors(temporary):
             discard(temporary)  # left by a run that was killed
             checkpoints.mkdir(parents=True, exist_ok=True)
             check_space(checkpoints, needed_bytes=next_checkpoint_bytes(plan, checkpoints))
             temporary.mkdir()
-        except OSError as error:
-            raise SaveError(f"{temporary}: {error}") from error
         return temporary, secrets.token_hex(8)
 
     return from_rank_0(begin)

@@ -160,13 +160,12 @@ def report_failure(job: SaveJob, error: str) -> bool:
         return True
     if has_part(temporary, rank=job.rank, save_id=job.save_id):  # the writer wrote all files before it ended
         return True
-    try:
+    with contextlib.suppress(OSError):
         for region in job.snapshot.files:  # on a full disk, make space for the part file
             (temporary / region.name).unlink(missing_ok=True)
         write_part(temporary, rank=job.rank, save_id=job.save_id, files={}, error=error)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _after_save(job: SaveJob, verified: set[str]) -> None:

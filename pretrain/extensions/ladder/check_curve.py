@@ -7,10 +7,10 @@ from typing import TypedDict
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.samples.dataset import SampleDataset
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 from pretrain.extensions.ladder.expected_curve import FORMAT, Target, check_target, corpus_of, counted_parameters
 from pretrain.extensions.ladder.extension import ExpectedCurve
-from pretrain.stored_json import build, read_object, reason_of
+from pretrain.stored_json import build, read_object
 
 _FLAG = "--expected_curve"
 _SAME = 0.01  # relative difference: 1% more parameters or tokens change a loss by less than 0.1%

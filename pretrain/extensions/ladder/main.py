@@ -25,7 +25,7 @@ from pretrain.commands.check import device_of
 from pretrain.config.flags.arguments import DEFAULTS
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.distributed.device import nvidia_smi, wants_cpu
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, reason_of, shorten
 from pretrain.extensions.ladder.ladder_file import write_ladder
 from pretrain.extensions.ladder.mixture_runs import mixtures_main
 from pretrain.extensions.ladder.page import page
@@ -37,7 +37,7 @@ from pretrain.extensions.ladder.sizes import family_sizes, nearest_sizes
 from pretrain.extensions.ladder.target import TargetRun, read_target, say_left_out, write_settings
 from pretrain.extensions.ladder.train import measure_times, read_points, train_ladder
 from pretrain.paths import check_folder
-from pretrain.stored_json import build, read_object, reason_of
+from pretrain.stored_json import build, read_object
 
 # flags of the target that do not change the smaller runs, as those of extensions do not; its length changes the
 # prediction only

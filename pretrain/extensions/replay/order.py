@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pretrain.errors import ConfigError
-from pretrain.stored_json import build, read_json, reason_of
+from pretrain.errors import ConfigError, reason_of
+from pretrain.stored_json import build, read_json
 
 SAMPLES_FILE = "samples.json"  # in the run folder of the replay: SampleReport
 

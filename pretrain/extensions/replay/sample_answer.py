@@ -12,13 +12,13 @@ from typing import Any
 
 from pretrain.analysis.recorded_data import open_data_of_step
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.errors import ConfigError, format_number, printable
+from pretrain.errors import ConfigError, format_number, printable, reason_of
 from pretrain.extensions.replay.documents import OddDocument, odd_documents
 from pretrain.extensions.replay.launch import Layout, train_again
 from pretrain.extensions.replay.order import SAMPLES_FILE, ReplayOrder
 from pretrain.extensions.replay.target import Target
 from pretrain.monitor.repeatable import OWN_CODE, repeated_config, repeated_flags
-from pretrain.stored_json import read_object, reason_of
+from pretrain.stored_json import read_object
 
 COLUMNS = 79
 _STEPS_AFTER = 3  # steps after the one in question, with and without its odd samples

@@ -12,7 +12,7 @@ from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import StoredParameters
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 from pretrain.extensions.adopt.deepspeed import zero_files
 from pretrain.extensions.adopt.deepspeed.engine_files import EngineFiles
 from pretrain.extensions.adopt.deepspeed.trainer_settings import Effects, effects_of_arguments, effects_of_module
@@ -22,7 +22,7 @@ from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, understo
 from pretrain.extensions.adopt.optimizers import UNKNOWN_DECAY
 from pretrain.model.hf_names import HEAD
 from pretrain.model.own_models import transformers_config
-from pretrain.stored_json import build, read_json, reason_of
+from pretrain.stored_json import build, read_json
 
 _STATE, _OPTIMIZER, _SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
 
