@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from pretrain.errors import CRASHED, ConfigError, one_line, shorten
 from pretrain.old_names import current_name
-from pretrain.printable_output import OutputError, drop_lost_output, escape_output
+from pretrain.terminal import OutputError, drop_lost_output, escape_output
 
 LARGEST_INT = 2**63 - 1
 OWNED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one owns the start of the run
