@@ -66,10 +66,9 @@ def is_one_of(host: str, hosts: Iterable[str]) -> bool:
 
 def _address(host: str) -> str:
     """Return the IP address of the host, or its name if that does not resolve."""
-    try:
+    with contextlib.suppress(OSError):
         return socket.gethostbyname(host)
-    except OSError:
-        return host
+    return host
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ nothing to a new connection.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -24,6 +23,8 @@ from functools import partial
 
 from pretrain.distributed.host import LAUNCHER_VARIABLES
 from pretrain.distributed.key_value_store import RankStore, SilentRanksError, connect_store, first_line, key_of
+from pretrain.distributed.process import listen_on_all_addresses
+from pretrain.distributed.tcp_store import listen
 from pretrain.distributed.world import World
 from pretrain.errors import CRASHED, ConfigError, listed, named, shorten
 
@@ -95,10 +96,9 @@ def _connect(world: World, *, on_one_host: bool, timeout_s: float) -> RankStore:
     connect = partial(connect_store, address, port, f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}",
                       rank=world.rank, size=world.size, runs_server=runs_server, on_one_host=on_one_host,
                       timeout_s=timeout_s)
-    try:
+    with contextlib.suppress(TimeoutError):
         return connect(start_s=min(_REPORT_AFTER_S, timeout_s))
-    except TimeoutError:
-        _say(f"rank {world.rank} waits for rank 0, which does not listen at {address}:{port} yet. {_advice(world)}")
+    _say(f"rank {world.rank} waits for rank 0, which does not listen at {address}:{port} yet. {_advice(world)}")
     try:
         return connect(start_s=timeout_s)
     except TimeoutError:
@@ -173,23 +173,14 @@ def announce_rejection(world: World, error: Exception) -> None:
             send_rejection(world, error, on_one_host=False, timeout_s=_ALL_HAVE_ASKED_WITHIN_S)
         return
     end = time.monotonic() + _ALL_HAVE_ASKED_WITHIN_S
-    with contextlib.suppress(OSError), _listen(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) as server:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # at all addresses, if the other hosts know this one by another address
+    with contextlib.suppress(OSError), listen(address, port) or listen_on_all_addresses(port) as server:
         for _ in range(world.size - 1):
             server.settimeout(max(end - time.monotonic(), 0.01))
             connection, _ = server.accept()
             with contextlib.suppress(OSError), connection:
                 connection.sendall(_REFUSED)
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Listen at rank 0's address, or at all addresses if the other hosts know this one by another address."""
-    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    try:
-        return socket.create_server((address, port), family=family)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return socket.create_server(("", port), family=family)
 
 
 def is_refused(world: World, timeout_s: float) -> bool:

@@ -5,12 +5,13 @@ which rank is missing. Torch is imported when the store is opened: launchers tha
 """
 
 import contextlib
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from pretrain.daemon_threads import DaemonThreads
 from pretrain.distributed.tcp_store import ForeignValueError, decode_value, encode_value, start_store, wait_for_port
 
 if TYPE_CHECKING:
@@ -167,23 +168,13 @@ def run_with_timeout(action: Callable[[], T], timeout_s: float) -> T:
 
     Raises TimeoutError after `timeout_s`; the thread of `action` then keeps running.
     """
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((action(), None))
-        except Exception as error:  # passed on to the caller
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
+    threads = DaemonThreads(1, name="store")
+    future = threads.submit(action)
+    is_done = bool(wait([future], timeout_s).done)
+    threads.shutdown()  # the thread ends with `action`
+    if not is_done:
         raise TimeoutError(f"did not finish within {timeout_s:g} s")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
+    return future.result()
 
 
 def first_line(error: BaseException) -> str:

@@ -67,7 +67,7 @@ def start_store(address: str, port: int, *, on_one_host: bool, timeout_s: float,
     from torch.distributed import TCPStore
 
     is_shared = (address, port) in _served and not port_is_free(port)
-    listener = _listen(address, port) if not is_shared and (on_one_host or is_numeric(address)) else None
+    listener = listen(address, port) if not is_shared and (on_one_host or is_numeric(address)) else None
     _served.add((address, port))
     own: dict[str, Any] = {}
     if listener is not None:  # the server with libuv of torch 2.6 takes no socket
@@ -84,20 +84,15 @@ def is_numeric(address: str) -> bool:
         return False
 
 
-def _listen(address: str, port: int) -> socket.socket | None:
+def listen(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens on one address, or None if this host does not have the address."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(_BACKLOG)
+        return socket.create_server(target, family=family, backlog=_BACKLOG)
     except OSError as error:
-        listener.close()
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         return None
-    return listener
 
 
 def encode_value(key: str, value: Any) -> bytes:

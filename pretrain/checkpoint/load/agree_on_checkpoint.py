@@ -36,7 +36,7 @@ from pretrain.checkpoint.save.retention import abandoned_save_ids, move_abandone
 from pretrain.checkpoint.save.writer import wait_for_writers
 from pretrain.config.plan import Plan
 from pretrain.data.samples.dataset import source_records
-from pretrain.distributed.collectives import from_rank_0, gather, gather_problems, wait_until_all
+from pretrain.distributed.collectives import from_rank_0, gather, gather_problems, rejected_together, wait_until_all
 from pretrain.errors import ConfigError, SaveError
 from pretrain.progress import ProgressBar
 from pretrain.remote import without_credentials
@@ -84,13 +84,8 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
 def _make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
     """Return the result of `make_resume`; only rank 0 reads run.json. Raises a ConfigError on every rank. Collective.
     """
-    rejected: list[str] = []
-    try:
+    with rejected_together():
         resume = make_resume(folder, manifest, warnings, plan, with_record=dist.get_rank() == 0)
-    except ConfigError as error:
-        rejected = [str(error)]
-    if lines := gather_problems(rejected):
-        raise ConfigError.from_line(lines[0])
     return resume
 
 
@@ -240,14 +235,9 @@ def _manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
 def reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
     """Raise ConfigError, on every rank, if a pickle needs a class outside the allow-list of `pickles.py`."""
     sizes = {name: size for name, size in manifest.sizes.items() if name.endswith(".pt")}
-    rejected: list[str] = []
-    for name in files_of_rank(sizes, dist.get_rank(), dist.get_world_size()):
-        try:
+    with rejected_together():
+        for name in files_of_rank(sizes, dist.get_rank(), dist.get_world_size()):
             load_pickle(folder / name, mmap=True)
-        except ConfigError as error:
-            rejected.append(str(error))
-    if lines := gather_problems(rejected):
-        raise ConfigError.from_line(lines[0])
 
 
 def verify_weights(weights: InitialWeights) -> None:

@@ -86,6 +86,16 @@ def write_part(temporary: Path, *, rank: int, save_id: str, files: dict[str, Fil
     write_atomically(_part(temporary, rank), json.dumps(asdict(_Part(save_id, rank, files, finite, error))))
 
 
+def finish_part(temporary: Path, *, rank: int, save_id: str, finish: Callable[[], dict[str, FileRecord]],
+                finite: bool) -> str | None:
+    """Let `finish` write and sync this rank's files, and record them. Return why that failed; None: it did not."""
+    try:
+        write_part(temporary, rank=rank, save_id=save_id, files=finish(), finite=finite)
+    except OSError as error:
+        return f"{error.filename or temporary}: {error.strerror or error}"
+    return None
+
+
 def has_part(temporary: Path, *, rank: int, save_id: str) -> bool:
     """Return whether the rank has recorded that it wrote all its files."""
     with contextlib.suppress(OSError, ValueError, SaveError):

@@ -35,10 +35,10 @@ from pretrain.checkpoint.save.commit import (
     check_space,
     commit,
     discard,
+    finish_part,
     next_checkpoint_bytes,
     save_errors,
     temporary_folder,
-    write_part,
 )
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import from_rank_0, gather, gather_problems
@@ -277,11 +277,8 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
     temporary, save_id = begin_save(plan, checkpoints, step)
     with FileGroup() as group:
         error, finite = write_files(engine, temporary, group.open_file, step=step, consumed_samples=consumed_samples)
-        try:
-            if error is None:
-                write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=group.finish(), finite=finite)
-        except OSError as failure:
-            error = str(failure)
+        if error is None:
+            error = finish_part(temporary, rank=dist.get_rank(), save_id=save_id, finish=group.finish, finite=finite)
     errors = gather_problems([f"rank {dist.get_rank()}: {error}"] if error else [])
     manifest = manifest_of_engine(engine, plan, step=step, consumed_samples=consumed_samples, versions=versions,
                                   eval_loss=eval_loss, save_id=save_id)

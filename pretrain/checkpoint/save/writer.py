@@ -30,7 +30,7 @@ from typing import Any, TextIO
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_checkpoints import parse_head
-from pretrain.checkpoint.save.commit import commit, discard, has_part, write_part
+from pretrain.checkpoint.save.commit import commit, discard, finish_part, has_part, write_part
 from pretrain.checkpoint.save.mirror import finish_upload, upload
 from pretrain.checkpoint.save.retention import prune
 from pretrain.errors import ConfigError, SaveError
@@ -110,14 +110,9 @@ def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, A
     """Write this rank's files. On rank 0, commit as soon as all ranks have written. Return the reply."""
     start = time.perf_counter()
     temporary = Path(snapshot.temporary)
-    error = snapshot.error
     committed: Manifest | None = None
-    try:
-        if error is None:
-            write_part(temporary, rank=job.rank, save_id=job.save_id, files=_write_files(snapshot, descriptor),
-                       finite=snapshot.finite)
-    except OSError as failure:
-        error = f"{failure.filename or temporary}: {failure.strerror}"
+    error = snapshot.error or finish_part(temporary, rank=job.rank, save_id=job.save_id, finite=snapshot.finite,
+                                          finish=partial(_write_files, snapshot, descriptor))
     if error is not None:
         # on a full disk there may be no space for the part file; without it rank 0's writer waits for its time-out
         while not report_failure(job, error) and time.perf_counter() < start + job.timeout_s and temporary.is_dir():
