@@ -22,8 +22,8 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 from pretrain.errors import shorten
 
 LARGEST_BYTES = 2**28  # 10 TB of tokens need 40 MB of hashes; the shard index of a rank is smaller
-LARGEST_SETTINGS_BYTES = 2**22  # of a file that people write; the YAML parser needs a minute for so much
-_LONGEST_LINE_BYTES = 2**26  # of a .jsonl file; rows have some kB
+LARGEST_SETTINGS_BYTES = 2**22  # size of a file that people write; the YAML parser needs a minute for so much
+_LONGEST_LINE_BYTES = 2**26  # a line of a .jsonl file; rows have some kB
 _BLOCK_BYTES = 8 * 2**20
 _DEEPEST = 60  # levels; json.dumps and json.loads fail at about 1,000
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {

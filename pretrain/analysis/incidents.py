@@ -1,4 +1,4 @@
-"""What went wrong in a run, in plain words and the newest first: events, crashes, and loss curves that end in NaN.
+"""Incidents of a run, in plain words and the newest first: events, crashes, and loss curves that end in NaN.
 
 Incidents of one kind that follow each other are one entry.
 """
@@ -86,7 +86,7 @@ class Incident:
 
     @property
     def headline(self) -> str:
-        """What happened; of several ones how many, and the newest."""
+        """A line about what happened; of several incidents their number, and the newest."""
         if self.count == 1:
             return self.text
         return f"{self.count:,} times, most recently: {self.text}"

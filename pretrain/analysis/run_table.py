@@ -99,7 +99,7 @@ class RunTable:
     training: Columns = field(default_factory=Columns)
     evaluations: dict[str, Columns] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
-    restarts: list[dict[str, Any]] = field(default_factory=list)  # of a supervisor
+    restarts: list[dict[str, Any]] = field(default_factory=list)  # a supervisor's log
     starts: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""  # why `starts` is empty
 

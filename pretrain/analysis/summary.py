@@ -28,21 +28,21 @@ class Summary:
     the .meta.json of the data does not have it.
     """
 
-    step: int  # of the last logged training step
+    step: int  # the last logged training step
     train_steps: int
-    loss: float | None  # of `loss_step`
+    loss: float | None  # training loss at `loss_step`
     loss_step: int  # the last logged training step whose loss is finite; 0: none
-    valid_loss: float | None  # of several validation sets: the mean
+    valid_loss: float | None  # the mean, if there are several validation sets
     # loss of a model that only knows the token frequencies of --valid_data, or of --train_data without that flag;
-    # of several validation sets: the mean
+    # the mean, if there are several validation sets
     unigram_entropy: float | None
     tokens_per_second: float | None
-    named_losses: dict[str, float | None] = field(default_factory=dict)  # of each named validation set
+    named_losses: dict[str, float | None] = field(default_factory=dict)  # loss of each named validation set
     note: str = ""  # --note of the newest start
     expected: Comparison | None = None  # the loss next to the one that an extension expects
     hints: list[Hint] = field(default_factory=list)  # what the curve shows, the most important first
     incidents: list[Incident] = field(default_factory=list)  # what went wrong, what is wrong now first
-    results: list[tuple[int, str]] = field(default_factory=list)  # of examined steps: step, text
+    results: list[tuple[int, str]] = field(default_factory=list)  # results of examined steps: step, text
 
     @property
     def below_unigram_entropy(self) -> bool:

@@ -21,7 +21,7 @@ from pretrain.paths import replace_file
 from pretrain.stored_json import build, read_json
 
 HOST_FILTERS = ("include", "exclude", "num_nodes", "num_gpus", "exclude_stragglers")
-STARTS = 3  # of which a slow host is left out; then it is tried again
+STARTS = 3  # number of starts of which a slow host is left out; then it is tried again
 SLOW_HOSTS = "slow_hosts.json"
 _OVER = "slow_rank_over"
 
@@ -73,7 +73,7 @@ def _address(host: str) -> str:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Why a host is left out, and of how many further starts."""
+    """A host that is left out: why, and of how many further starts."""
 
     starts: int
     reason: str

@@ -171,7 +171,7 @@ def launch_command_on_hosts(flags: argparse.Namespace, name: str, words: Sequenc
     facts = check_hosts(transport, ranks, words_request(words, folder))
     job = MultihostJob(secrets.token_hex(8), ranks, list(slots), transport, flags.grace)
     user = user_variables(os.environ, [Path.home(), folder], flags.launcher)
-    with tempfile.TemporaryDirectory() as no_run:  # for files of the launcher, on this host
+    with tempfile.TemporaryDirectory() as no_run:  # the launcher writes its files here
         return _run_from_this_host(flags, [PROGRAM, name, *words], facts, user, job,
                                    Path(no_run))
 

@@ -21,7 +21,7 @@ from pretrain.monitor.read_run_folder import is_number, read_events, read_metric
 
 _FILES = ("events.jsonl", "metrics.jsonl")
 _REASONS = {REJECTED: "rejected", STOPPED: "stopped", GUARD: "stopped by the bad-step guard", HANG: "hang"}
-RETRY_S = 60.0  # for which a read is tried again
+RETRY_S = 60.0  # time for which a read is tried again
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 T = TypeVar("T")
 U = TypeVar("U")

@@ -37,10 +37,10 @@ class Device:
     kind: str  # "cpu" or "cuda"
     fp16: bool  # can train in float16
     bf16: bool  # can train in bfloat16
-    memory_bytes: int  # of one GPU, or of the host for a CPU; 0: unknown
+    memory_bytes: int  # memory of one GPU, or of the host for a CPU; 0: unknown
     compiles: bool = True  # DeepSpeed can compile operators for the device; cuda needs nvcc and its headers
     fp8: bool = True  # multiplies in FP8, or this is not known
-    kinds: tuple[str, ...] = ()  # of GPUs, where those of this host differ: "2 x NAME (80 GiB)"
+    kinds: tuple[str, ...] = ()  # kinds of GPUs, where those of this host differ: "2 x NAME (80 GiB)"
 
 
 def detect_device() -> Device:
@@ -151,7 +151,7 @@ def visible_gpus(gpus: list[_Gpu]) -> list[_Gpu]:
         if word == "-1":
             break
         named = gpus[int(word):int(word) + 1] if word.isdecimal() else [g for g in gpus if g.uuid.startswith(word)]
-        if word.startswith("MIG-"):  # of any of them
+        if word.startswith("MIG-"):  # an instance of any of them
             named = gpus
         elif len(named) != 1:
             raise ConfigError(VISIBLE, found=repr(text), expected=f"numbers below {len(gpus)} or UUIDs, as "
@@ -204,7 +204,7 @@ def why_not_nvcc() -> str:
     nvcc = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     answer = output_of(nvcc, "--version")
     if answer is None:
-        return f"{nvcc} does not run"  # for example CUDA_HOME without a compiler
+        return f"{nvcc} does not run"  # CUDA_HOME, for example, without a compiler
     found = re.search(r"release (\d+\.\d+)", answer)
     return "" if found is None or cuda_versions_fit(found[1], built_for[0]) else \
         f"nvcc is of CUDA {found[1]}, and torch is built for CUDA {built_for[0]}"

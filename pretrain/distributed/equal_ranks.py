@@ -31,7 +31,7 @@ from pretrain.errors import CRASHED, ConfigError, listed, named, shorten
 Facts = Mapping[str, str]  # name -> value as text; the first ones explain the others
 _DIGESTS, _VALUES = "digest of what all ranks share", "values of what all ranks share"
 _REPORT_AFTER_S = 60.0  # without a rank, which may still import torch from a busy file server
-_MOST_GROUPS = 4  # of ranks with equal values, whose values are compared
+_MOST_GROUPS = 4  # groups of ranks with equal values, whose values are compared
 _NOT_GIVEN = "nothing"
 _REJECTED = "rejected by rank "
 _REFUSED = b"ds-pretrain: rejected\n"

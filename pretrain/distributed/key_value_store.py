@@ -40,7 +40,7 @@ class _Answer(Generic[T, D]):
     result: D | None = None
     silent: list[int] = field(default_factory=list)
     waited_s: float = 0.0
-    received: dict[int, T] = field(default_factory=dict)  # with `silent`: rank -> value of the other ranks
+    received: dict[int, T] = field(default_factory=dict)  # set with `silent`: rank -> value of the other ranks
     problem: str = ""
 
 

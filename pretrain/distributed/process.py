@@ -27,7 +27,7 @@ _TRIES = 100
 _MESSAGES = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memoryerror")
 _FEWEST_OPEN_FILES = 256  # a rank on a CPU needs about 60; one on a GPU, and each further host, need more
 _JEMALLOC = "libjemalloc.so.2"
-_MALLOC_SETTINGS = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"}  # of the user: nothing is changed
+_MALLOC_SETTINGS = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"}  # set by the user: no change
 # numbers of options in glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MOST_BYTES = 2**31 - 1  # mallopt takes an int

@@ -19,7 +19,7 @@ INSTALL = f"pip install deepspeed=={TESTED[-1]}"  # remedy for another version
 EXPERTS_SINCE = "0.19.4"  # before, DeepSpeed has no expert parallelism
 # before, the norm at ZeRO-3 counts experts once for each tensor-parallel rank (runtime/zero/stage3.py)
 TENSOR_EXPERTS_AT_ZERO_3_SINCE = "0.19.8"
-NVME_SINCE = "0.19.4"  # with 0.19.0, ranks abort in swaps, and resumes differ
+NVME_SINCE = "0.19.4"  # ranks of 0.19.0 abort in swaps, and resumes differ
 _CHANGED_NAME = (AttributeError, ImportError, KeyError, TypeError)  # a name or a signature is another one
 
 

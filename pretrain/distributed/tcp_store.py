@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 SECRET_VARIABLE = "DS_PRETRAIN_SECRET"
-_MOST_BYTES = 2**24  # of one value; the values of 10,000 ranks take 2 MB
+_MOST_BYTES = 2**24  # size of one value; the values of 10,000 ranks take 2 MB
 _SIGNATURE_BYTES = 32
 _BACKLOG = 2048  # connections that wait, as in torch's own socket
 _POLL_S = 0.2

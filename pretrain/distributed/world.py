@@ -257,9 +257,9 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
     if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:  # DeepSpeed 0.19.8 asserts that both are equal (runtime/engine.py)
         environ["OMPI_COMM_WORLD_LOCAL_RANK"] = environ["LOCAL_RANK"]
     if "TORCHELASTIC_RUN_ID" not in environ or world.launcher != "torch":
-        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a shell: no agent runs the store
+        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # a shell's variable: no agent runs the store
     if world.launcher == "none":
-        environ["MASTER_ADDR"] = "127.0.0.1"  # that of a shell, such as a pod of PyTorchJob, may be another host
+        environ["MASTER_ADDR"] = "127.0.0.1"  # the address of a shell, such as a pod of PyTorchJob, may be another host
     if world.size == 1:
         environ.setdefault("MASTER_PORT", str(free_port()))  # no other process needs to know it
     environ.setdefault("MASTER_PORT", DEFAULT_MASTER_PORT)

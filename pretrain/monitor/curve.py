@@ -23,12 +23,12 @@ EVALUATION_KEYS = ("step", "eval_loss", "mean_of_sets")
 
 @dataclass(frozen=True)
 class Facts:
-    """What run.json says about a run. None, or the default: it is not known."""
+    """Facts about a run from run.json. None, or the default: it is not known."""
 
     train_steps: int | None = None
     vocab_size: int | None = None
     unigram_entropy: float | None = None  # nats per token, of the training data
-    samples_per_epoch: int | None = None  # of the training data
+    samples_per_epoch: int | None = None  # one pass over the training data
     schedule: Mapping[str, Any] | None = None  # fields of `Schedule`; None: the JSON has its own scheduler
     peak_lr: float | None = None
     is_new: bool = False  # the run began with random weights

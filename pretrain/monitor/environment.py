@@ -26,7 +26,7 @@ _MORE_PACKAGES = ("tokenizers", "numpy", "safetensors", "accelerate", "triton", 
 # Variables that change results or speed. Others may hold secrets, and are not recorded.
 RECORDED_PREFIXES = ("NCCL_", "CUDA_", "OMP_", "DS_", "DEEPSPEED_", "PYTORCH_", "TORCH_", "GLOO_", "MKL_", "KMP_",
                      "CUBLAS_", "TRITON_", "UCX_", "MALLOC_", "TOKENIZERS_PARALLELISM")
-_NOT_RECORDED = ("DS_PRETRAIN_LAUNCHER", OWNED)  # of the processes of one start
+_NOT_RECORDED = ("DS_PRETRAIN_LAUNCHER", OWNED)  # variables of the processes of one start
 _SECRETS = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 _LARGEST_DIFF = 2**20  # bytes
 _MOST_FILES = 100

@@ -62,7 +62,7 @@ class Timer(Protocol):
 class _SinceRow:
     """Steps, samples and times since the last row."""
 
-    step: int  # of the last row
+    step: int  # step of the last row
     consumed_samples: int  # at the last row
     start: float = field(default_factory=time.perf_counter)
     data_seconds: float = 0.0
@@ -248,7 +248,7 @@ def events_of(row: dict[str, Any]) -> list[Event]:
     samples = row["consumed_samples"]
     if "eval_loss" in row:
         names = {"eval_loss": f"Evaluation/{row['split']}_loss", "eval_ppl": f"Evaluation/{row['split']}_ppl"}
-    elif "split" in row:  # of an extension
+    elif "split" in row:  # an extension's row
         names = {key: f"Evaluation/{row['split']}_{key}" for key in row if key not in (*_NOT_SENT, "step", "split")}
     else:
         names = {key: f"Train/Samples/{_NAMES.get(key, key)}" for key in row if key not in _NOT_SENT}

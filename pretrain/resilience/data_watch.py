@@ -156,7 +156,7 @@ class SourceWatch:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the data is in an object store. It is hashed at the start or not at all."""
+        """True if the data is in an object store. It is hashed at the start or not at all."""
         return self._indexed.is_remote
 
     @property

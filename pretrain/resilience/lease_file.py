@@ -171,7 +171,7 @@ class LeaseFile:
             with open_regular(self.path, "r+b") as file:
                 if self.owner.token.encode() not in file.readline(_LARGEST_BYTES):
                     return False
-                os.utime(file.fileno())  # of the file that was read, even if it has just been replaced
+                os.utime(file.fileno())  # the file that was read, even if it has just been replaced
         except FileNotFoundError:  # somebody has deleted the file
             return self._create_exclusively(self.path) or self.is_ours()
         return True

@@ -23,7 +23,7 @@ from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.signals import SignalListener
 from pretrain.stored_json import read_text
 
-_LOOKING_FRACTION = 0.01  # of rank 0's time that looking for files may take, for example on NFS
+_LOOKING_FRACTION = 0.01  # fraction of rank 0's time that looking for files may take, for example on NFS
 _LONGEST_LOOK_S = 1.0  # longest time between two looks
 # Reasons to stop, as numbers that the ranks exchange. Numbers below 100 are signals.
 _LAUNCHER_DIED, _TIME_IS_OVER, _STOP_FILE = 100, 101, 102
@@ -68,7 +68,7 @@ class Requests:
         self._folder, self._launcher, self._report, self._asked = folder, launcher, report, asked
         self._files = ControlFiles(folder.path, committed_step, asked) if dist.get_rank() == 0 else None
         self._look_at = 0.0  # time of the next look for files, by time.monotonic()
-        self._time_limit = float("inf")  # of rank 0, by time.monotonic()
+        self._time_limit = float("inf")  # rank 0's limit, by time.monotonic()
         if exit_after_minutes is not None and dist.get_rank() == 0:
             self._time_limit = time.monotonic() - process_age_s() + 60 * exit_after_minutes
         self._rejection = ""  # why this rank cannot continue

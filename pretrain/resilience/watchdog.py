@@ -92,14 +92,14 @@ class Watchdog:
 
     def __init__(self, run: Path, world: World, time_outs: TimeOuts) -> None:
         self.time_outs = time_outs
-        self._first = dict(time_outs.first)  # of phases that have been entered: as `time_outs.later`
+        self._first = dict(time_outs.first)  # a phase that has been entered has its limit of `time_outs.later`
         self._state: dict[str, Any] = {"entered": 0, "beats": 0, "note": ""}
         self._memory: mmap.mmap | None = None  # the state as JSON, shared with the watcher
         self._watcher: subprocess.Popen[str] | None = None
         if time_outs.longest_s:
             try:
                 self._start(run, world)
-            except OSError as error:  # for example no more processes allowed
+            except OSError as error:  # such as no more processes allowed
                 print(f"warning: rank {world.rank} runs without its watchdog: {error}", file=sys.stderr, flush=True)
 
     def _start(self, run: Path, world: World) -> None:

@@ -183,7 +183,7 @@ class Result:
     tokens: int  # predicted tokens that count
     bytes: int | None  # UTF-8 bytes of the text of these tokens
     loss: float  # nats per token
-    standard_error: float | None  # of the loss; the windows count as independent samples
+    standard_error: float | None  # standard error of the loss; the windows count as independent samples
     perplexity: float  # exp(loss)
     bits_per_byte: float | None
 
@@ -194,7 +194,7 @@ def result_of(windows: WindowSet, sums: Sums, text_bytes: int | None) -> Result:
     number, (loss_loss, loss_tokens, tokens_tokens) = len(windows), sums.squares
     standard_error = None
     if number > 1 and sums.tokens:
-        # of a ratio of sums: the residual of a window is its loss minus mean loss times its tokens
+        # the standard error of a ratio of sums: the residual of a window is its loss minus mean loss times its tokens
         residuals = max(loss_loss - 2 * loss * loss_tokens + loss * loss * tokens_tokens, 0.0)
         standard_error = math.sqrt(residuals * number / (number - 1)) / sums.tokens
     bits = sums.loss / math.log(2) / text_bytes if text_bytes else None

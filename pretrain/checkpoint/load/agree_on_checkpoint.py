@@ -141,7 +141,7 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
         yield str(error)  # the run can still resume from a local checkpoint
     if plan.args.resume == "never":
         reject_overwrite([*local.values(), *(f"{without_credentials(str(mirror))}/{tag}" for tag in mirrored.values())])
-    not_finite: list[Path] = []  # of steps above this one, not reported yet: one line reports all of them
+    not_finite: list[Path] = []  # checkpoints of steps above this one, not reported yet: one line reports all of them
     for step in sorted(local.keys() | mirrored.keys(), reverse=True):
         found = manifest_or_error(local[step]) if step in local else None
         if isinstance(found, ConfigError):

@@ -351,7 +351,7 @@ class HFTokenizer:
     """The tokenizer files of a transformers folder."""
 
     files: tuple[Path, ...]
-    fingerprint: str  # of the file that load_tokenizer reads
+    fingerprint: str  # SHA-256 of the file that load_tokenizer reads
     notes: tuple[str, ...] = ()  # special tokens that differ from the config.json
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TEMPORARY = ".tmp-"  # prefix of the names of temporary folders and files
 _PART = ".part-"  # prefix of the names of part files
 _POLL_S = 0.05  # shortest time between two looks for part files
-_POLL_FRACTION = 0.05  # of the time since the first look that passes until the next one
+_POLL_FRACTION = 0.05  # fraction of the time since the first look that passes until the next one
 _CHECK_S = 1.0  # shortest time between two checks whether writers have ended
 _CHECKED = 64  # writers of one check: each has a lock file, which is opened
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run remain: the rules for old ones, and rollbacks, which abandon some. Imports no torch.
+"""Retention of a run's checkpoints: the rules for old ones, and rollbacks, which abandon some. Imports no torch.
 
 A rollback returns the run to an earlier checkpoint and skips samples. The checkpoints after that one belong to an
 abandoned path: they move to `checkpoints/abandoned-N/`, in which no start looks for checkpoints. The record
@@ -104,7 +104,7 @@ class Rollback:
     bad_step: int  # the first bad step
     last_step: int  # the last step before the rollback
     to_step: int
-    save_id: str  # of the checkpoint of `to_step`
+    save_id: str  # identifies the checkpoint of `to_step`
     first_sample: int  # samples [first_sample, consumed_samples) are skipped
     consumed_samples: int  # data position with which the run continues
     abandoned: dict[str, str]  # folder name -> save_id of each checkpoint of the abandoned path
@@ -145,7 +145,7 @@ def record_rollback(checkpoints: Path, rollback: Rollback) -> None:
     """Write the record durably, then move the checkpoints of the abandoned path. Rank 0 only. Raises OSError."""
     lines = [json.dumps(asdict(each)) for each in [*read_rollbacks(checkpoints), rollback]]
     write_atomically(checkpoints.parent / ROLLBACKS, "\n".join(lines) + "\n")
-    write_latest(checkpoints / f"global_step{rollback.to_step}")  # for plain DeepSpeed
+    write_latest(checkpoints / f"global_step{rollback.to_step}")  # plain DeepSpeed reads it
     move_abandoned(checkpoints)
 
 

@@ -40,7 +40,7 @@ from pretrain.stored_json import build
 _REPLY_LOCK = threading.Lock()  # the main thread and the thread that runs `_after_save` both reply
 _CHECK_S = 1.0  # interval of the checks whether rank 0's writer has ended
 _POLL_S = 0.1
-_MOST_POLLS_PER_S = 500  # of all ranks together
+_MOST_POLLS_PER_S = 500  # polls of all ranks together
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str]
 def _is_free(path: Path) -> bool | None:
     """Return whether the lock is free; None if the file system has no locks."""
     try:
-        with open(path, encoding="utf-8") as file:  # with a shared lock several processes can check
+        with open(path, encoding="utf-8") as file:  # a shared lock lets several processes can check
             return lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return True

@@ -37,7 +37,7 @@ class HostFacts:
     has_folder: bool  # whether the launcher's working folder exists on this host
     code_version: str | None  # version of ds-pretrain; None: it is not there
     code_digest: str | None  # hash of the package's Python files; None: it is not there
-    commit: str | None  # of a checkout; None: an installed package, or unknown
+    commit: str | None  # commit of a checkout; None: an installed package, or unknown
     files: dict[str, list[Any] | None]  # path -> [size in bytes, hash of both ends]; None: no such file
     run_problem: str  # what is wrong with the run folder; "": nothing
     interface: list[str] | None  # [name, address] of the network interface to the other hosts
