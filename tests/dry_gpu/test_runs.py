@@ -199,7 +199,6 @@ FLAGS, RUN, NEW = ["FLAGS"], "RUN", "NEW"  # stand for the flags and the folder 
 # words -> exit code and a part of the output, here and on a GPU that computes nothing
 COMMANDS: dict[str, tuple[list[str], tuple[int, str], tuple[int, str]]] = {
     "evaluate": (["evaluate", RUN], (0, "perplexity"), (1, NOTHING)),
-    "evaluate tasks": (["evaluate", RUN, "--split", "test", "--tasks", "arc"], (2, "arc"), (2, "arc")),
     "generate": (["generate", RUN, "--prompt", "4 of", "--max_new_tokens", "5"], (0, "4 of"), (1, NOTHING)),
     "train": (["--num_accelerators=1", *FLAGS, "--resume=required"], (0, "complete"), (1, NOTHING)),
     "sanity": (["sanity", *FLAGS], (1, NOTHING), (1, NOTHING)),

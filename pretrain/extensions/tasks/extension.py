@@ -1,4 +1,4 @@
-"""Scores of lm-eval's tasks and texts of the model, inside a run: flags, rules, and the rows that they write."""
+"""Scores of lm-eval's tasks, of checkpoints and inside a run, and texts of the model: flags, rules, and rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,8 +99,9 @@ def _callbacks(plan: "Plan") -> "Iterator[Callback]":
 
 
 EXTENSION = Extension(
-    "tasks", "Scores tasks of lm-eval and shows texts of the model while a run trains.", settings=Tasks, check=_check,
-    rules=_rules, prepare="find_tasks:prepare", callbacks=_callbacks, files=(PREDICTIONS_FILE,),
+    "tasks", "Scores tasks of lm-eval, of a checkpoint or while a run trains, and shows texts of the model.",
+    settings=Tasks, check=_check, rules=_rules, prepare="find_tasks:prepare", callbacks=_callbacks,
+    extends={"evaluate": "checkpoint_tasks:add_flags"}, files=(PREDICTIONS_FILE,),
     section="section:Texts", section_files=("section.js",),
     events={"tasks_failed": ("", "lm-eval could not score `--eval_tasks`; the run continues")},
     problems={"tasks_failed": Problem("lm-eval could not score the tasks: {reason}", "look at the terminal's output")},

@@ -4,9 +4,9 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.analysis.evaluate.task_files import TaskFlags, find_tasks
 from pretrain.errors import ConfigError
 from pretrain.extensions.tasks.extension import Tasks
+from pretrain.extensions.tasks.task_files import TaskFlags, find_tasks
 
 if TYPE_CHECKING:
     from pretrain.config.plan import Plan

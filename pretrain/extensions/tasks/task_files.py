@@ -1,23 +1,15 @@
-"""Find the tasks of lm-eval that flags name, load their data, and plan the export of the model for them.
-
-Imports no torch; `load_tasks` lets lm-eval do so.
-"""
+"""Find the tasks of lm-eval that flags name, and load their data. Imports no torch; `load_tasks` lets lm-eval do so."""
 
 import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.cli import say
 from pretrain.errors import ConfigError, require_package, shorten
 from pretrain.terminal import clear_status, status
-
-if TYPE_CHECKING:
-    from pretrain.analysis.model_source import EvaluationSource
-    from pretrain.checkpoint.convert.plan_export import ExportPlan
-    from pretrain.data.tokenizers.tokenizer import Tokenizer
 
 _PACKAGES = ("lm_eval", "accelerate")  # lm_eval.models.huggingface imports accelerate; peft only for adapters
 _SEED = 1234  # lm-eval's default
@@ -182,34 +174,3 @@ def first_line(error: Exception) -> str:
     """Return the type and the first line of an exception's message."""
     lines = str(error).strip().splitlines()
     return shorten(f"{type(error).__name__}: {lines[0]}".rstrip(".") if lines else type(error).__name__)
-
-
-@dataclass(frozen=True)
-class TaskPlan:
-    """Checked tasks."""
-
-    flags: TaskFlags
-    tasks: dict[str, dict[str, Any]]  # lm-eval's "tasks", "groups" and "group_map", with the data of the tasks
-    export: "ExportPlan | None"  # None: into a temporary folder, or nothing, if the model is a transformers folder
-
-
-def prepare_tasks(source: "EvaluationSource", flags: TaskFlags, tokenizer: "Tokenizer | ConfigError", *, dtype: str,
-                  export: Path | None) -> TaskPlan | None:
-    """Check the flags and load the tasks; None without --tasks. Raises ConfigError."""
-    if not flags.names:
-        for flag, value in (("--task_folder", flags.folder), ("--num_fewshot", flags.num_fewshot),
-                            ("--limit", flags.limit), ("--export", export)):
-            if value is not None:
-                raise ConfigError(flag, problem="it has no effect without --tasks", remedy="give --tasks too")
-        return None
-    if isinstance(tokenizer, ConfigError):
-        raise tokenizer
-    plan = None
-    if export is not None:
-        from pretrain.checkpoint.convert.plan_export import plan_export
-
-        if source.hf_folder is not None:
-            raise ConfigError(f"--export {export}", problem=f"{source.path} is a transformers folder already",
-                              remedy="leave --export out")
-        plan = plan_export(source.folder, export, dtype=dtype, tokenizer=tokenizer.name)
-    return TaskPlan(flags, load_tasks(find_tasks(flags), flags), plan)
