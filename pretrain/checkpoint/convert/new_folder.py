@@ -160,12 +160,11 @@ def _already_exists_error(out: Path, accepted: str) -> ConfigError:
 
 def _is_same_conversion(out: Path, source: dict[str, str]) -> bool:
     """Return whether the SOURCE file of `out` matches `source`, and every file has its recorded size."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = read_object(out / SOURCE)
         files = build(dict[str, FileRecord], found.pop("files", None))
         return found == source and all((out / name).stat().st_size == record.bytes for name, record in files.items())
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def output_summary(out: Path) -> str:

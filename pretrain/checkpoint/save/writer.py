@@ -275,11 +275,9 @@ def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str]
 
 def _is_free(path: Path) -> bool | None:
     """Return whether the lock is free; None if the file system has no locks."""
-    try:
-        with open(path, encoding="utf-8") as file:  # a shared lock lets several processes can check
-            return lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return True
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        return lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)  # several processes can check with a shared lock
+    return True
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import numpy as np
 
 from pretrain.active_extensions import functions
 from pretrain.analysis.incidents import incidents_of
-from pretrain.analysis.run_curve import expected_curve, hints_of, newest_comparison
 from pretrain.analysis.run_table import (
     Columns,
     Curves,
@@ -20,6 +19,7 @@ from pretrain.analysis.run_table import (
     kept_rows,
     number_or_none,
 )
+from pretrain.analysis.summary import expected_curve, hints_of, newest_comparison
 from pretrain.errors import escape_controls
 from pretrain.extension import Section
 from pretrain.extensions.report.compare import as_text, changes_between, differences, run_names, settings
