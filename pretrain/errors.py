@@ -70,13 +70,16 @@ class ConfigError(ValueError):
 @contextmanager
 def file_errors(where: object, problem: str = "it cannot be read: {}", remedy: str = "",
                 kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Raise ConfigError for an error of these kinds in the block, with the reason in place of the {} of `problem`."""
+    """Raise ConfigError for an error of these kinds in the block, with the reason in place of the {} of `problem`.
+
+    The error is its `__cause__`: a caller may try again after an OSError.
+    """
     try:
         yield
     except ConfigError:
         raise
     except kinds as error:
-        raise ConfigError(str(where), problem=problem.replace("{}", reason_of(error)), remedy=remedy) from None
+        raise ConfigError(str(where), problem=problem.replace("{}", reason_of(error)), remedy=remedy) from error
 
 
 def reason_of(error: Exception) -> str:
