@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from torch.nn import Module
 
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
+    from pretrain.data.tokenizers.tokenizer import TokenizerFormat
     from pretrain.model.operator_memory import OperatorMemory
     from pretrain.model.operators import Kernels
 
@@ -111,16 +113,17 @@ class Models:
 
 
 # functions of an Extension
-_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "record", "operators", "patch", "around", "secrets")
+_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "record", "operators", "patch", "model",
+             "around", "secrets")
 
 
 @dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `patch`, `around` and `secrets` are
-    functions, or "module:function" with a module next to the declaration. They are called only if a flag of the
-    extension is given, it has no flags, or `is_always_used`.
+    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `patch`, `model`, `precision`, `around` and
+    `secrets` are functions, or "module:function" with a module next to the declaration. They are called only if a flag
+    of the extension is given, it has no flags, or `is_always_used`.
     """
 
     name: str
@@ -166,8 +169,14 @@ class Extension:
     # (engine) -> None: replaces functions of an engine of DeepSpeed that was just built, such as passes over gradients;
     # results stay equal. Two extensions may replace the same function: each calls the one that it finds
     patch: "str | Callable[[DeepSpeedEngine], None]" = ""
+    # (module, plan) -> None: changes the operators of a model that was just built, or of one of its blocks; parameters
+    # and their names remain
+    model: "str | Callable[[Module, Plan], None]" = ""
+    precision: "str | Callable[[RunArguments], str]" = ""  # a text about what `model` computes otherwise
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
+    # () -> a TokenizerFormat (data/tokenizers/tokenizer.py): more values and files that --tokenizer takes
+    tokenizers: "str | Callable[[], TokenizerFormat]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""

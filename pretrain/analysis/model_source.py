@@ -262,8 +262,8 @@ def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """
     if tokenizer.is_bytes:
         return ()
-    if tokenizer.tiktoken is not None:  # Llama 3's has this token
-        return () if tokenizer.ids.bos is None else (tokenizer.ids.bos,)
+    if tokenizer.exported_files is not None:  # of an extension's format
+        return (tokenizer.ids.bos,) if tokenizer.begins_with_bos and tokenizer.ids.bos is not None else ()
     path = tokenizer.path.with_name("tokenizer.json") if tokenizer.path.suffix == ".model" else tokenizer.path
     if not path.is_file():
         adds_bos = read_object(path.with_name("tokenizer_config.json")).get("add_bos_token") is True

@@ -34,8 +34,7 @@ from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
 from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.text_inputs.hub_dataset import DatasetName
-from pretrain.data.tokenizers.tiktoken_file import split_value
-from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file, format_of, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import LEAST_PIECES, train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
 from pretrain.remote import without_credentials
@@ -109,8 +108,8 @@ def _prepare_parser() -> Parser:
                     epilog="A preparation that was stopped or killed continues if the same command is given again.")
     add_input_flags(parser)
     parser.add_argument("--tokenizer", type=path_text, required=True,
-                        help="SentencePiece .model, tokenizer.json, a folder with one of them, a .tiktoken file or its "
-                        "encoding such as o200k_base, or the word bytes")
+                        help="SentencePiece .model, tokenizer.json, a folder with one of them, the word bytes, "
+                        "or what an extension reads")
     parser.add_argument("--vocab_size", type=whole_number(LEAST_PIECES, 2**24),
                         help="if there is nothing at the path --tokenizer, first train a SentencePiece tokenizer with "
                         "this number of pieces on the inputs")
@@ -204,7 +203,7 @@ def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, re
     An existing one without the flag's effect would be a vocabulary that the model was not planned for.
     """
     folder = Path(tokenizer)
-    if tokenizer == BYTES or split_value(tokenizer) or folder.is_file() or find_tokenizer_file(folder) is not None:
+    if tokenizer == BYTES or format_of(tokenizer) or folder.is_file() or find_tokenizer_file(folder) is not None:
         existing = load_tokenizer(tokenizer)
         if existing.vocab_size != vocab_size:
             raise ConfigError("--vocab_size", found=vocab_size, expected=f"{existing.vocab_size}, the size of "

@@ -1,4 +1,4 @@
-"""Which settings of the layout can be combined: parallelism, experts, ZeRO, offload and precision. One row a rule.
+"""Rules for combinations of the layout's settings: parallelism, experts, ZeRO, offload, precision. One row a rule.
 
 DeepSpeed 0.19.8 crashes during set-up on some of the rejected combinations, and silently does something else on the
 others. `run_rules.py` has the rows for optimizers, schedulers and flags; `check_rules` there checks all of them.

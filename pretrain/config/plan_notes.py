@@ -238,11 +238,6 @@ def _speed_notes(plan: Plan) -> list[str]:
         notes.append(f"the GPUs of this host differ: {', '.join(plan.device.kinds)}. The run is planned for the "
                      "smallest memory, and steps take as long as on the slowest GPU; CUDA_VISIBLE_DEVICES chooses "
                      "GPUs, by nvidia-smi's numbers if CUDA_DEVICE_ORDER is PCI_BUS_ID")
-    if args.fp8 is not None and plan.device.kind == "cpu":
-        notes.append("--fp8 on a CPU is emulated: slower than bf16, for tests of its losses")
-    elif args.fp8 is not None and not args.compile_blocks:
-        notes.append("--fp8 without --compile_blocks: each cast is several kernels, which can take longer than FP8 "
-                     "products save")
     if plan.device.kind == "cpu" and layout.precision == "bf16":
         if args.compile_blocks:
             notes.append("--compile_blocks on a CPU leaves out the attention and the GELU written for CPUs")

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -39,7 +40,7 @@ class Device:
     bf16: bool  # can train in bfloat16
     memory_bytes: int  # memory of one GPU, or of the host for a CPU; 0: unknown
     compiles: bool = True  # DeepSpeed can compile operators for the device; cuda needs nvcc and its headers
-    fp8: bool = True  # multiplies in FP8, or this is not known
+    capability: float = math.inf  # CUDA's compute capability, of the weakest GPU; inf: not known
     kinds: tuple[str, ...] = ()  # kinds of GPUs, where those of this host differ: "2 x NAME (80 GiB)"
 
 
@@ -72,7 +73,7 @@ def cpu_device() -> Device:
     with contextlib.suppress(ValueError, OSError):
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fp16 = "avx512_fp16" in cpuinfo() and not _is_limited(_ISAS_WITHOUT_FP16)
-    return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes, fp8=False)
+    return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes)
 
 
 def multiplies_bf16() -> bool:
@@ -123,7 +124,7 @@ def cuda_device() -> Device:
     kinds = tuple(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     has_mig = "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")  # parts of a GPU, whose memory is not listed
     return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0,
-                  memory_bytes=0 if has_mig else mebibytes * 2**20, compiles=compiles_cuda(), fp8=capability >= 8.9,
+                  memory_bytes=0 if has_mig else mebibytes * 2**20, compiles=compiles_cuda(), capability=capability,
                   kinds=kinds if len(kinds) > 1 else ())
 
 

@@ -15,7 +15,7 @@ from pretrain.checkpoint.load.same_data import (
     stored_hashes,
 )
 from pretrain.cli import say
-from pretrain.config.flags.overrides import allows_other_data
+from pretrain.config.flags.check_flags import allows_other_data
 from pretrain.config.plan import Plan
 from pretrain.data.token_files.check_hashes import hash_if_fast
 from pretrain.data.token_files.hashes import BLOCK_BYTES, BackgroundHash, DataHashes, hashes_path, write_hashes

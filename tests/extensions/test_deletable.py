@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tests.support.launch import ROOT
 NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/extension.py"))
 # flags with which a run uses an extension that has flags
 USED: dict[str, dict[str, Any]] = {
-    "ladder": {"expected_curve": "ladder.json"}, "notify": {"notify_command": "true"}, "profile": {"profile_steps": 1},
+    "fp8": {"fp8": "rowwise"} if find_spec("torchao") else {}, "ladder": {"expected_curve": "ladder.json"},
+    "notify": {"notify_command": "true"}, "profile": {"profile_steps": 1},
     "replay": {"recompute_interval": 1}, "sanity": {"sanity_check": "true"}, "tasks": {"show_predictions": 1}}
 
 
@@ -55,7 +57,7 @@ def test_the_tree_without_an_extension(name: str, corpus: str, tmp_path: Path) -
         assert done.returncode == 0, (words, done.stdout[-4000:])
         return done.stdout
 
-    (tmp_path / "ds.json").write_text(json.dumps(config(1, micro=2)))
+    (tmp_path / "ds.json").write_text(json.dumps(config(1, micro=2, precision="bf16")))
     given = {"deepspeed_config": "ds.json", **flags(corpus, layers=1, hidden=32, steps=4), "save": "run",
              "save_interval": 2}
     words = [f"--{key}={value}" for key, value in given.items()]

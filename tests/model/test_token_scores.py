@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pretrain.model.kernels import token_scores as module
-from pretrain.model.kernels.token_scores import token_scores
+from pretrain.model.kernels import vocabulary_shards as module
+from pretrain.model.kernels.vocabulary_shards import token_scores
 from pretrain.model.layers.vocabulary import TrainingLoss
 
 

@@ -61,8 +61,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "tests/model/test_on_fake_device.py runs it": ("python -m tests.model.on_fake_device",),
     "README.md evaluates and exports another run": (
         "ds-pretrain evaluate runs/run", "ds-pretrain export runs/run --output runs/run-hf"),
-    "needs the network; tests/data/tokenizers/test_tiktoken.py prepares with a file": (
-        "ds-pretrain prepare runs/quickstart/corpus/valid.jsonl --tokenizer o200k_base --out data/o200k",),
     "takes minutes: tests/data/tokenizers/test_measure_encoding.py": (
         "python -m tests.data.tokenizers.measure_encoding tinyshakespeare.txt tutor.ja.utf-8 tutor.ru.utf-8",),
     "takes minutes: tests/distributed/test_replay_samples.py with -m slow": (

@@ -138,7 +138,7 @@ def main_of(program: str) -> Callable[[], Any]:
 
 def actions_of(program: str, main: Callable[[], Any]) -> list[argparse.Action]:
     """Return the flags that a program declares, without running it."""
-    from pretrain.commands.parsers import parser_of
+    from pretrain.commands.reference import parser_of
 
     parser, _ = parser_of(main, [program, "--", "true"])
     _, _, command = program.partition(" ")

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pretrain.checkpoint.format.hashed_files import FileRecord
-from pretrain.config.flags.overrides import RECIPE_FLAGS, OverrideRecord
+from pretrain.config.flags.check_flags import RECIPE_FLAGS, OverrideRecord
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import DROPOUTS, Branch, Origin, initialization_of
 from pretrain.config.schedule import Schedule

@@ -16,11 +16,10 @@ from pretrain.checkpoint.format.manifest import (
     schedule_values,
     scheduler_source,
 )
-from pretrain.config.flags.overrides import RECIPE_FLAGS, Change
+from pretrain.config.flags.check_flags import RECIPE_FLAGS, Change
 from pretrain.config.make_schedule import default_warmup_steps, make_schedule
 from pretrain.config.model_of_run import DROPOUTS, initialization_of
-from pretrain.config.plan import Plan
-from pretrain.config.run_length import RunLength
+from pretrain.config.plan import Plan, RunLength
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS, phases_text, schedule_from_json
 from pretrain.data.samples.read_order import recorded_read_order
 from pretrain.errors import ConfigError

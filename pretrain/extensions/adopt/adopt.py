@@ -27,7 +27,7 @@ from pretrain.checkpoint.load.reader import all_finite, chunks_of
 from pretrain.checkpoint.save.commit import write_latest
 from pretrain.checkpoint.save.save_checkpoint import save_pickle
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
-from pretrain.config.flags.overrides import RECIPE_FLAGS
+from pretrain.config.flags.check_flags import RECIPE_FLAGS
 from pretrain.config.model_of_run import Origin
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.foreign_run import OMISSIONS, ForeignRun, Omission

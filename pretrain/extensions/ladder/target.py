@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from pretrain.active_extensions import extensions
+from pretrain.active_extensions import extensions, model_flags
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import say
 from pretrain.commands.small_runs import RUN_YAML
@@ -38,7 +38,7 @@ _KEPT = (
     "router_aux_loss", "router_z_loss", "expert_capacity_factor", "no_weight_decay", "gradient_value_clipping",
     "adaptive_clipping", "adaptive_clipping_window", "init_method", "output_init_method", "init_std", "mup_base_width",
     "embedding_dropout", "attention_dropout", "residual_dropout", "weight_decay", "adam_beta1", "adam_beta2",
-    "adam_epsilon", "gradient_clipping", "precision", "fp8", "compile_blocks", "tf32", "plain_operators",
+    "adam_epsilon", "gradient_clipping", "precision", "compile_blocks", "tf32", "plain_operators",
     "emulate_fp16",
 )
 _NOT_SUPPORTED = {  # flag -> why a ladder cannot predict a run with it
@@ -130,7 +130,8 @@ def read_target(path: str, *, world_size: int, device: Device) -> TargetRun:
 
 def say_left_out(given: Iterable[str]) -> None:
     """Print a note about flags of the target that the smaller runs do not get, although they may change its loss."""
-    of_extensions = {"extension", *(name for each in extensions() if each.name != "ladder" for name in each.flags)}
+    of_extensions = {"extension", *(name for each in extensions() if each.name != "ladder" and not each.model
+                                    for name in each.flags)}
     if flags := [f"--{name}" for name in given if name in of_extensions]:
         say(f"note: the smaller runs do without {listed(flags)} of the target: flags of extensions are not passed on")
 
@@ -147,6 +148,7 @@ def write_settings(target: TargetRun, folder: Path, *, ranks: int) -> None:
 def _kept_flags(args: RunArguments) -> dict[str, Any]:
     """Return the flags that the smaller runs have as the target, with absolute paths."""
     flags = {name: value for name in _KEPT if (value := getattr(args, name)) != getattr(RunArguments, name)}
+    flags |= model_flags(args)
     for name in ("train_data", "valid_data", "test_data"):
         if name in flags:
             flags[name] = absolute_words(flags[name])

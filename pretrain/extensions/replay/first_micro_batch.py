@@ -20,7 +20,7 @@ from torch import nn
 
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import checksum
-from pretrain.engine.layer_hooks import add_hooks, first_tensor, layer_of, layers_of
+from pretrain.engine.examine import add_hooks, first_tensor, layer_of, layers_of
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -152,7 +152,7 @@ class FirstMicroBatch:
             return self._module(first, *others), leaves
         output = self._module((first, *others) if others else first)
         if self._has_loss:
-            # not loss_fn, which scales the gradient (patches/fp16.py, scale_loss_at_stage_0): that of the seed is done
+            # loss_fn would scale the gradient a second time (patches/optimizers.py, scale_loss_at_stage_0)
             return self._module.loss_of_hidden(output, given.labels), leaves
         return first_tensor(output), leaves
 

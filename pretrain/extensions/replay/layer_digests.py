@@ -16,7 +16,7 @@ from deepspeed import DeepSpeedEngine
 from pretrain.callback import UpdatePart
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import checksum, combined_checksum, reduced_gradients
-from pretrain.engine.layer_hooks import add_hooks, layer_of, layers_of, operators_of
+from pretrain.engine.examine import add_hooks, layer_of, layers_of, operators_of
 from pretrain.engine.phases import new_event
 from pretrain.engine.update import REDUCED_DIGEST
 

@@ -24,7 +24,7 @@ from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.attachments import attachments
 from pretrain.engine.checksums import combined_checksum, held_parameters
-from pretrain.engine.layer_hooks import layer_of
+from pretrain.engine.examine import layer_of
 from pretrain.engine.parallelism import rank_order
 from pretrain.engine.steps import global_grad_norm, loss_scale, rank_loss
 from pretrain.engine.update_guard import SkippedUpdate, begin_skipped_update

@@ -25,8 +25,7 @@ from pretrain.data.loader import MicroBatch, tokens_of
 from pretrain.data.samples.read_order import ReadOrder
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.attachments import attachments
-from pretrain.engine.layer_hooks import layer_of
-from pretrain.engine.single_steps import norm_of_all_parts, train_without_overflow
+from pretrain.engine.examine import layer_of, norm_of_all_parts, train_without_overflow
 from pretrain.engine.steps import (
     data_parallel_rank,
     data_parallel_size,

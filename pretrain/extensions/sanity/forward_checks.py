@@ -17,7 +17,7 @@ from pretrain.data.loader import MicroBatch, tokens_of, wrong_labels
 from pretrain.data.samples.dataset import PADDING
 from pretrain.data.source_facts import source_facts
 from pretrain.distributed.collectives import gather
-from pretrain.engine.layer_hooks import layers_of
+from pretrain.engine.examine import layers_of
 from pretrain.engine.steps import eval_batch, train_batch
 from pretrain.extensions.sanity.batches import half_labels, only_at, with_labels, with_tokens
 from pretrain.extensions.sanity.checked_engine import CheckedEngine

@@ -21,7 +21,7 @@ from pretrain.config.plan import Plan
 from pretrain.distributed.process_group import init_process_group, leave_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import build_engine, deepspeed_output
-from pretrain.engine.single_steps import train_without_overflow
+from pretrain.engine.examine import train_without_overflow
 from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.extensions.sanity.checked_engine import remove_trial_files, trial_plan

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pretrain.active_extensions import model_flags
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout_rules import EXPERT, SEQUENCE, TENSOR, ZERO, Rule
 from pretrain.config.model_of_run import DROPOUTS
@@ -89,7 +90,8 @@ class WrappedDecoder:
         for name in _OF_EXPERTS:
             yield Rule(getattr(args, name) != getattr(type(args), name), f"--{name}", problem="it has no effect: "
                        f"{its}, whose loss is the cross-entropy", remedy="leave the flag out")
-        yield Rule(args.fp8 is not None, "--fp8", problem=its, remedy="leave the flag out")
+        for name in model_flags(args):
+            yield Rule(True, f"--{name}", problem=its, remedy="leave the flag out")
 
     def notes(self, plan: "Plan") -> list[str]:
         from pretrain.extensions.wrapped.read import unread_keys

@@ -1,6 +1,5 @@
 """Flags of a preparation together: shards, kills and sources change no byte of any file, whatever else is asked for."""
 
-import base64
 import json
 import random
 import signal
@@ -11,7 +10,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiktoken._educational import bpe_train
 
 import pretrain.data.text_inputs.reader
 from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
@@ -21,7 +19,6 @@ from pretrain.data.prepare.shards import Shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.hub_dataset import DatasetName
-from pretrain.data.tokenizers.tiktoken_encodings import ENCODINGS
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from tests.data.prepare.helpers import SOURCES
 from tests.data.prepare.test_near_duplicates import edited, sentence
@@ -110,18 +107,9 @@ def test_merged_shards_of_any_source(source: str, near: str | None, corpus: Path
     assert [name for name in expected if merged[name] != expected[name]] == []
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
-def test_all_flags_and_kills(kind: str, corpus: Path, parquet: Path, fim_tokenizer: str, tmp_path: Path) -> None:
-    """Also with a tiktoken file, which gives the same in shards."""
+def test_all_flags_and_kills(corpus: Path, parquet: Path, fim_tokenizer: str, tmp_path: Path) -> None:
+    """Shards give the same as one preparation, which gives the same after any kill."""
     tokenizer, settings = fim_tokenizer, ALL
-    if kind == "tiktoken":
-        text, pattern = "the quick brown fox jumps over a lazy dog " * 3, ENCODINGS["qwen"].export_pattern
-        ranks = bpe_train(text, 270, pattern, visualise=None)
-        names = ("<|extra_0|>", "<|extra_1|>", "<|extra_2|>")
-        settings = replace(ALL, fill_in_middle=FillInMiddle(0.7, 0.5, 3, names))
-        tokenizer = str(tmp_path / "own.qwen.tiktoken")
-        lines = [b"%s %d\n" % (base64.b64encode(text), rank) for text, rank in ranks.items()]
-        Path(tokenizer).write_bytes(b"".join(lines))
     inputs = [str(corpus), str(parquet)]
     prepare(inputs, tokenizer=tokenizer, out=str(tmp_path / "single"), settings=settings, workers=2)
     expected, out = content(tmp_path / "single"), str(tmp_path / "out")

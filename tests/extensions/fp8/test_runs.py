@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.cases import CPU, HAS_FP8, NO_NVME, case, config, flags, nvme, nvme_param
+from tests.extensions.fp8.installed import HAS_FP8
+from tests.support.cases import CPU, NO_NVME, case, config, flags, nvme, nvme_param
 from tests.support.launch import run_worker
 from tests.support.layouts import relative_difference
 

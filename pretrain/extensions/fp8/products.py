@@ -4,21 +4,34 @@ Each product casts its two operands from bf16, with a scale of the complete tens
 column of the product ("rowwise"), and returns bf16. Weights and saved tensors remain in bf16: parameter names,
 checkpoints, and what ZeRO partitions do not change.
 
-torchao's Float8Linear computes the same bits (tests/model/test_fp8.py). Its autograd function saves a transposed view
-of the weight, whose memory ZeRO-3 could not free; `linear` and `activated_linear` save the parameter itself.
+torchao's Float8Linear computes the same bits (tests/extensions/fp8/test_products.py). Its autograd function saves a
+transposed view of the weight, whose memory ZeRO-3 could not free; `linear` and `activated_linear` save the parameter
+itself.
 
 Shapes: N rows (tokens), I inputs, O outputs.
 """
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pretrain.extensions.fp8.extension import Fp8
 from pretrain.model.kernels.linear import LINEAR, Products
+from pretrain.model.layers.linear import use_products
+
+if TYPE_CHECKING:
+    from pretrain.config.plan import Plan
 
 _FORWARD, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # torchao's defaults; rowwise has the first one for both
+
+
+def multiply_in_fp8(module: torch.nn.Module, plan: "Plan") -> None:
+    """Let the linear layers of a model or a block multiply in FP8; emulate it on CPUs."""
+    recipe = plan.args.of(Fp8).fp8
+    assert recipe is not None
+    use_products(module, Fp8Products(recipe, emulate=plan.device.kind == "cpu"))
 
 
 def _torchao() -> tuple[Any, Any]:

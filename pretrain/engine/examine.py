@@ -1,13 +1,23 @@
-"""Hooks on the layers of a rank: on their outputs, and on the gradients of their parameters."""
+"""Hooks on the layers of a rank, and training steps outside of the step loop: for checks and examinations."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed import comm as dist
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from pretrain.data.loader import MicroBatch
+from pretrain.engine.optimizer import set_learning_rate
+from pretrain.engine.steps import tensor_parallel_size, train_batch
+from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update
 
 
 def layers_of(module: Any) -> dict[str, nn.Module]:
@@ -57,3 +67,29 @@ def first_tensor(output: Any) -> torch.Tensor:
     """Return the activations in the output of a layer or pipeline stage: with documents, stages pass (x, positions)."""
     found: torch.Tensor = output if torch.is_tensor(output) else output[0]
     return found
+
+
+_MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
+
+
+def train_without_overflow(engine: DeepSpeedEngine, batches: list[MicroBatch],
+                           lr: float | None = None) -> tuple[float, SkippedUpdate | None]:
+    """Repeat a training step until fp16 does not overflow: each overflow halves the loss scale.
+
+    `lr`: the learning rate; None: the engine's. Returns the loss, and why the update was skipped.
+    """
+    for _ in range(_MOST_OVERFLOWS):
+        if lr is not None:
+            set_learning_rate(engine, lr)
+        loss, skipped = float(train_batch(engine, batches)), skipped_update(engine)
+        if skipped is None or skipped.reason != FP16_OVERFLOW or skipped.is_bad:
+            break
+    return loss, skipped
+
+
+def norm_of_all_parts(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> float:
+    """Return the norm of the complete gradient, of which each tensor-parallel rank may hold a part; collective."""
+    square = gradient.detach().float().square().sum()
+    if is_model_parallel_parameter(parameter) and tensor_parallel_size(engine) > 1:
+        dist.all_reduce(square, group=bwc_tensor_model_parallel_group(engine.mpu))
+    return math.sqrt(square)

@@ -23,11 +23,11 @@ from tiktoken._educational import bpe_train
 from transformers import AutoTokenizer
 
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
-from pretrain.data.tokenizers import tiktoken_encodings
 from pretrain.data.tokenizers.export_tokenizer import ORDINARY, RARE, export_tokenizer, files_to_copy
 from pretrain.data.tokenizers.special_tokens import TokenIds
 from pretrain.data.tokenizers.tokenizer import Tokenizer, absolute_tokenizer, file_of_tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
+from pretrain.extensions.tiktoken import encodings as tiktoken_encodings
 from tests.support.launch import ROOT
 from tests.support.programs import run_program, run_programs
 
@@ -175,6 +175,8 @@ def test_transformers_gives_the_same_tokens(folder: Path, loaded: dict[str, Toke
 DAMAGED: list[tuple[str, Any, str]] = [
     ("x.tiktoken", None, "none of the published ones. Such files do not say how they divide .* cl100k_base:"),
     ("o200k_base.tiktoken", None, "not the published file of o200k_base"),
+    ("qwen.tiktoken", lambda text: b"x", "line 1 of the tiktoken file is not the base64 of a new token and its number"),
+    ("tokenizer.model", lambda text: base64.b64encode(b"!") + b" 0\n", "it is a tiktoken file, and none of the"),
     ("x.llama3.tiktoken", lambda text: text[:500], "it has no token for the byte"),
     ("x.llama3.tiktoken", lambda text: text + b"YWJjZGVm 5\n", "two tokens have the same number"),
     ("x.llama3.tiktoken", lambda text: text + b"YWJj\n", "line 331 of the tiktoken file"),

@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.extensions.fp8.memory import Fp8Memory
+from pretrain.extensions.fp8.products import Fp8Products
 from pretrain.model.config import model_config_from
-from pretrain.model.kernels.fp8 import Fp8Products
 from pretrain.model.kernels.linear import linear
 from pretrain.model.layer_memory import block_backward, block_saved
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.linear import use_products
 from pretrain.model.layers.rope import Rope
 from pretrain.model.operator_memory import MicroBatch
+from tests.extensions.fp8.installed import HAS_FP8
 from tests.support.block_memory import measure_block
-from tests.support.cases import HAS_FP8
 from tests.support.model_shapes import SHAPES
 from tests.support.operators import by_torch
 
@@ -56,7 +57,7 @@ def test_a_block_saves_as_much_as_in_bf16_and_its_peak_is_predicted(name: str) -
         in_bf16, _ = measure_block(block, x_BTD)
         use_products(block, Fp8Products("tensorwise", emulate=True))
         saved, peak = measure_block(block, x_BTD)
-        batch = MicroBatch(4 * 64, 64, 2, cuda=False, fp8=True)
-        predicted = block_saved(config, batch) + block_backward(config, batch)
+        batch = MicroBatch(4 * 64, 64, 2, cuda=False)
+        predicted = block_saved(config, batch) + block_backward(config, batch) + Fp8Memory().work(config, batch)
     assert saved == in_bf16
     assert 0.8 * peak < predicted < 1.4 * peak

@@ -1,45 +1,50 @@
-"""Settings that one feature excludes: --deterministic, --fp8.
+"""Matrix products in FP8: the flag, what it excludes, and notes about it."""
 
-`run_rules.check_rules` checks them.
-"""
-
-import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from packaging.version import Version
+from pretrain.config.flags.flag import Group
+from pretrain.extension import Extension
 
-from pretrain.config.layout_rules import TENSOR, Rule
-from pretrain.config.plan import Plan
+if TYPE_CHECKING:
+    from pretrain.config.flags.arguments import RunArguments
+    from pretrain.config.layout_rules import Rule
+    from pretrain.config.plan import Plan
 
+GROUP = Group("speed, memory and debugging")
 FLAG = "--fp8"
 TORCH_SINCE = "2.11"
+_CAPABILITY = 8.9
 _MULTIPLE = 16  # torch._scaled_mm multiplies matrices whose sizes are multiples of it
 
 
-def determinism(run: Plan) -> Iterator[Rule]:
-    """Variables and kernels with which a run on GPUs is not bit-reproducible."""
-    if not run.args.deterministic or run.device.kind != "cuda":
-        return
-    workspace, algorithms = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("NCCL_ALGO", "")
-    yield Rule(workspace not in (None, ":4096:8", ":16:8"), "CUBLAS_WORKSPACE_CONFIG", ":4096:8 or :16:8",
-               "with other workspaces, products of matrices are not reproducible; unset the variable", found=workspace)
-    yield Rule("NVLS" in algorithms.upper() and not algorithms.startswith("^"), "NCCL_ALGO", "Ring or Tree",
-               "with NVLS, the order of sums differs between runs; unset the variable", found=algorithms)
-    yield Rule(run.args.compile_blocks and Version(version("torch")) < Version("2.10"), "--deterministic",
-               problem="with --compile_blocks it needs torch 2.10: older versions measure which kernels are faster",
-               remedy="leave one of the two flags out")
+@dataclass(frozen=True)
+class Fp8:
+    """The recipe of torchao."""
+
+    fp8: str | None = GROUP.flag(
+        None, "multiply the matrices of linear layers in FP8, with a scale for each tensor, or for each row and column "
+        "(torchao); head, optimizer and checkpoints do not change. Needs compute capability 8.9; emulated on CPUs",
+        choices=("tensorwise", "rowwise"), metavar="RECIPE", unset="bf16 products", repeats=True)
 
 
-def fp8(run: Plan) -> Iterator[Rule]:
+def _precision(args: "RunArguments") -> str:
+    return f"products of linear layers in FP8 ({args.of(Fp8).fp8})"
+
+
+def _rules(run: "Plan") -> "Iterator[Rule]":
     """Devices, precisions, models and sizes without products in FP8."""
+    from packaging.version import Version
+
+    from pretrain.config.layout_rules import TENSOR, Rule
+
     args, layout, model = run.args, run.layout, run.model
-    if args.fp8 is None:
-        return
     yield Rule(layout.precision != "bf16", FLAG, "bf16, which the rest of the model has",
                'set "bf16": {"enabled": true} in the JSON, or leave --fp8 out', found=f"a run in {layout.precision}")
-    yield Rule(run.device.kind == "cuda" and not run.device.fp8, FLAG,
+    yield Rule(run.device.kind == "cuda" and run.device.capability < _CAPABILITY, FLAG,
                problem="this GPU has no products in FP8: they need compute capability 8.9 (L4, L40S, H100 or later)",
                remedy="leave --fp8 out")
     yield Rule(model.num_experts, FLAG, "a model without", "the products of experts are grouped ones, which remain in "
@@ -64,3 +69,17 @@ def fp8(run: Plan) -> Iterator[Rule]:
     torch = version("torch")
     yield Rule(Version(torch) < Version(TORCH_SINCE), FLAG, problem=f"it needs torch {TORCH_SINCE} or later, as "
                f"torchao does; this is torch {torch}", remedy="leave --fp8 out")
+
+
+def _notes(plan: "Plan") -> Iterator[str]:
+    if plan.device.kind == "cpu":
+        yield "--fp8 on a CPU is emulated: slower than bf16, for tests of its losses"
+    elif not plan.args.compile_blocks:
+        yield "--fp8 without --compile_blocks: each cast is several kernels, which can take longer than FP8 products " \
+              "save"
+
+
+EXTENSION = Extension(
+    "fp8", "Multiplies the matrices of linear layers in FP8, with the casts and scales of torchao.", settings=Fp8,
+    rules=_rules, notes=_notes, precision=_precision, model="products:multiply_in_fp8",
+    operator_memory="memory:Fp8Memory")

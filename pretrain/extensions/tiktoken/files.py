@@ -11,25 +11,21 @@ import os
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.data.tokenizers.convert_sentencepiece import json_bytes, to_bytes, tokenizer_config
 from pretrain.data.tokenizers.special_tokens import TokenIds
-from pretrain.data.tokenizers.tiktoken_encodings import ENCODINGS, TiktokenEncoding
+from pretrain.data.tokenizers.tokenizer import Tokenizer, existing_file, read_content
 from pretrain.data.tokenizers.word_cache import Integers
 from pretrain.errors import ConfigError
+from pretrain.extensions.tiktoken.encodings import ENCODINGS, TiktokenEncoding
 
-SUFFIX = ".tiktoken"
 _FIRST_LINE = re.compile(rb"\s*[A-Za-z0-9+/]+={0,2} \d+\r?(\n|\Z)")
-
-
-def is_tiktoken(content: bytes) -> bool:
-    """Return whether the content of a file begins with a token in base64 and its number."""
-    return _FIRST_LINE.match(content) is not None
 
 
 def split_value(value: str) -> tuple[TiktokenEncoding, str] | None:
@@ -40,12 +36,54 @@ def split_value(value: str) -> tuple[TiktokenEncoding, str] | None:
     return (ENCODINGS[name], file) if file or ENCODINGS[name].url else None
 
 
+class TiktokenFormat:
+    """The format, for `load_tokenizer`."""
+
+    suffix = ".tiktoken"
+
+    def named_file(self, value: str) -> str | None:
+        """Return FILE of `cl100k_base:FILE`; "" for `cl100k_base`."""
+        divided = split_value(value)
+        return None if divided is None else divided[1]
+
+    def load(self, value: str) -> Tokenizer:
+        """Load the file in the value with its encoding, or the published file of the encoding."""
+        encoding, file = split_value(value) or (None, "")
+        assert encoding is not None
+        if not file:
+            return replace(_tokenizer(Path(value), download_ranks(encoding), encoding), value=value)
+        path = existing_file(Path(file))
+        content = read_content(path)
+        if not self.recognizes(content):
+            raise ConfigError(f"--tokenizer {value}", problem="the file is not a tiktoken file, whose lines are the "
+                              "base64 of a token and its number",
+                              remedy=f"leave out {encoding.name}: before another tokenizer's file")
+        return replace(_tokenizer(path, content, encoding), value=f"{encoding.name}:{path}")
+
+    def recognizes(self, content: bytes) -> bool:
+        """Return whether a file begins with a token in base64 and its number: Llama 3's is called tokenizer.model."""
+        return _FIRST_LINE.match(content) is not None
+
+    def read(self, file: Path, content: bytes) -> Tokenizer:
+        """Load a file whose encoding is known by its hash or by its name."""
+        return _tokenizer(file, content, find_encoding(file, content))
+
+
+def _tokenizer(path: Path, content: bytes, encoding: TiktokenEncoding) -> Tokenizer:
+    ranks = read_tiktoken(f"--tokenizer {path}", content, encoding)
+    return Tokenizer(path, ranks.ids, fingerprint(content, encoding), ranks.encode_texts, ranks.decode,
+                     ranks.special_tokens.get, exported_files=ranks.files_for_transformers,
+                     name_of_copy=f"tokenizer.{encoding.name}{TiktokenFormat.suffix}",
+                     begins_with_bos=ranks.ids.bos is not None)  # Llama 3's
+
+
 def find_encoding(path: Path, content: bytes) -> TiktokenEncoding:
     """Return the encoding of a file of ranks: of a published file, or the one in its name. Raises ConfigError."""
     digest = hashlib.sha256(content).hexdigest()
     published = next((encoding for encoding in ENCODINGS.values() if encoding.sha256 == digest), None)
-    named = ENCODINGS.get(path.name.removesuffix(SUFFIX).rpartition(".")[2]) if path.suffix == SUFFIX else None
-    is_own = named is not None and path.name != f"{named.name}{SUFFIX}"
+    suffix = TiktokenFormat.suffix
+    named = ENCODINGS.get(path.name.removesuffix(suffix).rpartition(".")[2]) if path.suffix == suffix else None
+    is_own = named is not None and path.name != f"{named.name}{suffix}"
     if found := published or (named if is_own or (named and not named.sha256) else None):
         return found
     example = named.name if named else "cl100k_base"
@@ -110,6 +148,12 @@ class TiktokenFile:
         """Return the text of tokens without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.texts.get(int(token), b"") for token in tokens).decode("utf-8", "replace")
 
+    def files_for_transformers(self, max_length: int | None) -> dict[str, bytes]:
+        """Return tokenizer.json and tokenizer_config.json, by name."""
+        library = convert_tiktoken(self)
+        return {"tokenizer.json": to_bytes(library),
+                "tokenizer_config.json": json_bytes(tokenizer_config(library, self.ids, max_length=max_length))}
+
 
 def read_tiktoken(where: str, content: bytes, encoding: TiktokenEncoding) -> TiktokenFile:
     """Parse a file of ranks. Raises ConfigError that names `where`."""
@@ -152,3 +196,29 @@ def fingerprint(content: bytes, encoding: TiktokenEncoding) -> str:
     if digest.hexdigest() != encoding.sha256:
         digest.update(f"\n{encoding.name}".encode())
     return digest.hexdigest()
+
+
+def convert_tiktoken(file: TiktokenFile) -> Any:
+    """Return a tokenizers.Tokenizer: byte-level BPE that first looks up a complete word, as tiktoken does."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    names = sorted(file.special_tokens, key=file.special_tokens.__getitem__)
+
+    class Converter(TikTokenConverter):
+        def load_tiktoken_bpe(self, tiktoken_url: str) -> dict[bytes, int]:
+            return {text: token for token, text in file.texts.items()}
+
+        def tokenizer(self) -> Any:
+            vocab, merges = self.extract_vocab_merges_from_model("")
+            # The library numbers added tokens itself, unless the vocabulary has them, and warns of unused numbers.
+            vocab |= file.special_tokens
+            unused = set(range(file.ids.vocab_size)) - set(vocab.values())
+            vocab |= {f"<|unused_{token}|>": token for token in unused}
+            return Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=True))
+
+    library = Converter(pattern=file.encoding.export_pattern, extra_special_tokens=names).converted()
+    if file.encoding.nfc:
+        library.normalizer = normalizers.NFC()
+    library.encode_special_tokens = True
+    return library
