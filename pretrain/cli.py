@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from pretrain.errors import CRASHED, ConfigError, one_line, shorten
 from pretrain.old_names import current_name
-from pretrain.printable_output import OutputError, drop_lost_output, escape_output
+from pretrain.terminal import OutputError, drop_lost_output, escape_output
 
 LARGEST_INT = 2**63 - 1
 OWNED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one owns the start of the run
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
-        self._words: list[str] = []  # of the command line, for errors
+        self._words: list[str] = []  # words of the command line, for errors
 
     def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:

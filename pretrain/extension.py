@@ -181,7 +181,7 @@ class Extension:
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""
-    # (record of run.json, events) -> expected losses of any run, or None: see monitor/expected.py
+    # (record of run.json, events) -> expected losses of any run, or None: see monitor/curve.py
     expectation: "str | Callable[..., Any]" = ""
     # (run folder) -> (step, result) of the steps that were examined, the newest result first
     results: "str | Callable[[Path], Iterable[tuple[int, str]]]" = ""

@@ -28,7 +28,7 @@ COMMANDS = {
     "prepare": Command(_DATA, "tokenize text into token files (.bin and .idx)", f"{_HERE}.prepare", "prepare_main"),
     "data": Command(_DATA, "verify, merge and split token files", f"{_HERE}.data", is_extensible=True),
     "summary": Command(_AFTER, "progress and losses of a run", "pretrain.analysis.summary"),
-    "evaluate": Command(_AFTER, "loss, bits per byte, and tasks of lm-eval", f"{_HERE}.evaluate"),
+    "evaluate": Command(_AFTER, "loss and bits per byte on data", f"{_HERE}.evaluate", is_extensible=True),
     "generate": Command(_AFTER, "generate text", f"{_HERE}.generate"),
     "import": Command(_WEIGHTS, "import weights of transformers", f"{_HERE}.import_weights"),
     "export": Command(_WEIGHTS, "write a checkpoint for transformers, DeepSpeed or the Trainer",

@@ -20,9 +20,9 @@ from pretrain.active_extensions import change_model, patch_engine
 from pretrain.config.model_of_run import initialization_of, undecayed_names
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
-from pretrain.distributed.deepspeed_version import shortcut, workarounds
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.distributed.process import keep_freed_memory
+from pretrain.distributed.requirements import shortcut, workarounds
 from pretrain.engine.attachments import Attachments, attach
 from pretrain.engine.chosen_operators import operators_on_cuda
 from pretrain.engine.deterministic import set_deterministic

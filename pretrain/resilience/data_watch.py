@@ -23,6 +23,7 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.data.token_files.token_file import TokenFile
 from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.paths import status_of
 from pretrain.resilience.watchdog import Watchdog
 from pretrain.terminal import Screen
 
@@ -155,7 +156,7 @@ class SourceWatch:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the data is in an object store. It is hashed at the start or not at all."""
+        """True if the data is in an object store. It is hashed at the start or not at all."""
         return self._indexed.is_remote
 
     @property
@@ -319,7 +320,5 @@ def _is_same_file(first: os.stat_result, second: os.stat_result) -> bool:
 
 def _has_name(path: os.PathLike[str], status: os.stat_result) -> bool:
     """Return whether `path` still names the file with this status."""
-    try:
-        return _is_same_file(os.stat(path), status)
-    except OSError:
-        return False
+    found = status_of(path)
+    return found is not None and _is_same_file(found, status)

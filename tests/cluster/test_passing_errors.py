@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.cluster import patient_reads, slurm_job
-from pretrain.cluster.patient_reads import read_patiently
+from pretrain.cluster import outcome, slurm_job
+from pretrain.cluster.outcome import read_patiently
 from tests.support.failing_reads import STOP
 from tests.support.launch import ROOT
 
@@ -45,7 +45,7 @@ def test_a_read_is_tried_again_and_then_reported(tmp_path: Path, monkeypatch: py
         return 7
 
     assert read_patiently(tmp_path, read, otherwise=0, report=lines.append) == 7
-    monkeypatch.setattr(patient_reads, "RETRY_S", 0.0)
+    monkeypatch.setattr(outcome, "RETRY_S", 0.0)
     errors.append(OSError(errno.EIO, "Input/output error"))
     assert read_patiently(tmp_path, read, otherwise=3, report=lines.append) == 3
     assert read_patiently(tmp_path / "unmounted", read, otherwise=3, exists=True, report=lines.append) == 3
@@ -56,7 +56,7 @@ def test_a_read_is_tried_again_and_then_reported(tmp_path: Path, monkeypatch: py
 def test_a_slurm_job_is_requeued_although_its_folder_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                                     ) -> None:
     (tmp_path / "events.jsonl").write_text(STOP % "SIGTERM")
-    monkeypatch.setattr(patient_reads, "RETRY_S", 0.0)
+    monkeypatch.setattr(outcome, "RETRY_S", 0.0)
 
     def fail(*_: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")

@@ -17,8 +17,8 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_run
 from pretrain.data.token_files.writer import IndexedWriter
-from pretrain.distributed.deepspeed_version import deepspeed_version
 from pretrain.distributed.device import Device, cpu_device, detect_device
+from pretrain.distributed.requirements import deepspeed_version
 from pretrain.errors import ConfigError
 from tests.support.effort import HEAVY, run_and_list_imports
 from tests.support.wrapped_models import WRAPPED_MODELS, needs_wrapped

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pretrain.distributed.deepspeed_version import NVME_SINCE, is_at_least
+from pretrain.distributed.requirements import NVME_SINCE, is_at_least
 from pretrain.engine.build_ops import why_not_compilable
 
 # why NVMe offload cannot be tested here; "" if it can

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.cluster import ds_pretrain, patient_reads
+from pretrain.cluster import ds_pretrain, outcome
 from pretrain.errors import ConfigError
 
 ERRORS = (errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT, errno.EIO)
@@ -106,7 +106,7 @@ def begin(name: str, program: Callable[[Path], int], run: Path, first: int | Non
 
 
 def main(folder: Path, programs: Programs) -> None:
-    patient_reads.RETRY_S = RETRY_S
+    outcome.RETRY_S = RETRY_S
     for name, program in programs.items():
         plain = begin(name, program, folder / name / "plain", None, errno.EIO, outage=False)()
         print(json.dumps(plain), flush=True)

@@ -82,10 +82,6 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
 
 _SAFETENSORS, _MANIFEST = "hf/model.safetensors", "done/checkpoints/global_step5/manifest.json"
 _HF = {"broken_hf/config.json": b"{}", "broken_hf/model.safetensors": b""}
-_TASK = {"task": "own", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
-         "dataset_kwargs": {"data_files": {"test": "/none/questions.jsonl"}}, "doc_to_text": "{{question}}"}
-_OWN_TASK = {"tasks/own.yaml": json.dumps(_TASK).encode()}
-_TASKS = "{world}/done --task_folder {world}/tasks --tasks"
 
 
 def _tokenizer(size: int) -> bytes:
@@ -146,18 +142,6 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
         "done/run.json": json.dumps([{"flags": {"tokenizer": None}, "train_steps": 5}]).encode()}),
     (EVALUATE, "{world}/done --data {world}/text.txt --tokenizer {world}/large.json", "its largest token is 50299", {
         "large.json": _tokenizer(50_300)}),
-    (EVALUATE, f"{_TASKS} own,onw", 'Did you mean "own"', _OWN_TASK),  # only this case reads all tasks of lm-eval
-    (EVALUATE, f"{_TASKS} own", "/none/questions.jsonl", _OWN_TASK),
-    (EVALUATE, f"{_TASKS} own", "tasks/own.yaml", {"tasks/own.yaml": b"task: ["}),
-    (EVALUATE, f"{_TASKS} own", "tasks/own.yaml", {"tasks/own.yaml": b"- task"}),
-    (EVALUATE, f"{_TASKS} own", "--task_folder", {"tasks/own.json": b"{}"}),
-    (EVALUATE, "{world}/done --tasks own --task_folder {world}/none", "--task_folder", {}),
-    *((EVALUATE, f"RIGHT {flag} {value}", f"{flag}: it has no", {}) for flag, value in (
-        ("--task_folder", "{world}/tasks"), ("--num_fewshot", "1"), ("--limit", "1"), ("--export", "{world}/new"))),
-    *((EVALUATE, f"{_TASKS} own {flag}", f"{flag.split()[0]}: it has no", _OWN_TASK)
-      for flag in ("--stride 1", "--max_samples 1", "--eod_mask_loss", "--document_attention")),
-    *((EVALUATE, f"{_TASKS} own --export {path}", path.rsplit("/", 1)[1], _OWN_TASK)
-      for path in ("{world}/file/x", "{world}/done", "/proc/x")),
     *(line for module in of_extensions() for line in getattr(module, "LINES", ())),
 ]
 

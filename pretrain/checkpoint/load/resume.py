@@ -37,7 +37,7 @@ class Resume:
     folder: Path
     manifest: Manifest
     warnings: list[str]  # about damaged newer checkpoints, and inputs that differ from the checkpoint's
-    plan: Plan  # of the run, with the settings that it keeps from the checkpoint
+    plan: Plan  # the run's plan, with the settings that it keeps from the checkpoint
     other_data: str = ""  # how the training data differs from the checkpoint's, if --override data accepts it
     branch: Branch | None = None  # None: the checkpoint belongs to the run folder
 

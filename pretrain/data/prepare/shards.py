@@ -15,8 +15,8 @@ from pretrain.data.prepare.sources import InputFile
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.text_inputs.parts import Part
 from pretrain.data.token_files.hashes import DataHashes, hash_file, hashes_path, read_hashes
-from pretrain.errors import ConfigError
-from pretrain.stored_json import build, read_object, reason_of
+from pretrain.errors import ConfigError, reason_of
+from pretrain.stored_json import build, read_object
 
 SLURM = "slurm"
 _MOST_SHARDS = 99_999  # five digits in the names

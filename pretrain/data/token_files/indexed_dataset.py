@@ -18,9 +18,9 @@ from pretrain.data.token_files.index_file import REWRITE, IndexFile, check_entri
 from pretrain.data.token_files.page_cache import CacheSettings, PageCache, open_cache
 from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.data.token_files.token_file import TokenFile
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 from pretrain.remote import is_url
-from pretrain.stored_json import build, parse_json, read_object, reason_of
+from pretrain.stored_json import build, parse_json, read_object
 
 _SAMPLES, _SAMPLE_TOKENS = 64, 1024  # of the .bin, for the fingerprint
 _RANGE_FACTOR = 32  # a range of entries is read at once if at most this many times the wanted entries are in it

@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from packaging.version import Version
 
-from pretrain.distributed.deepspeed_version import deepspeed_version
+from pretrain.distributed.requirements import deepspeed_version
 from pretrain.engine.patches.optimizers import (
     GrowingScale,
     UnscaledNorm,

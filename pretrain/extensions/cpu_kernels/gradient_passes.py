@@ -23,7 +23,7 @@ from deepspeed.profiling.flops_profiler import profiler as flops_profiler
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from pretrain.distributed.deepspeed_version import shortcut
+from pretrain.distributed.requirements import shortcut
 from pretrain.extensions.cpu_kernels import attention_in_c, c_functions
 from pretrain.extensions.cpu_kernels.attention_in_c import AttentionSettings
 from pretrain.extensions.cpu_kernels.c_functions import euclidean_norm, has_not_finite, multiply_, scale_to_float_

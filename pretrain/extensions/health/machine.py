@@ -165,7 +165,7 @@ def torch(_: Any) -> dict[str, Any]:
 
 def deepspeed(_: Any) -> dict[str, Any]:
     """Import DeepSpeed, and look for its compiled operators."""
-    from pretrain.distributed.deepspeed_version import untested_version
+    from pretrain.distributed.requirements import untested_version
     from pretrain.engine.build_ops import operator_states
     from pretrain.errors import ConfigError
 

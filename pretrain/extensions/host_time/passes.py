@@ -38,7 +38,7 @@ from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from pretrain.distributed.deepspeed_version import shortcut
+from pretrain.distributed.requirements import shortcut
 from pretrain.engine.attachments import attachments
 from pretrain.engine.patches.skip import replaced
 from pretrain.engine.update import Update

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.extensions.ladder.expected_curve import LEVEL, OFF_CURVE, ON_CURVE, Target
-from pretrain.monitor.curve import Rows
-from pretrain.monitor.expected import Expected, tokens_text
+from pretrain.monitor.curve import Expected, Rows, tokens_text
 from pretrain.monitor.noise import NORMAL_MAD, change_point, error_of_mean
 from pretrain.monitor.read_run_folder import is_number, newest_path, read_events, read_metrics
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.samples.dataset import SampleDataset
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 from pretrain.extensions.ladder.extension import ExpectedCurve
 from pretrain.model.description import ModelConfig
-from pretrain.monitor.expected import Expectation, Expected
+from pretrain.monitor.curve import Expectation, Expected
 from pretrain.monitor.read_run_folder import is_number
-from pretrain.stored_json import build, read_object, reason_of
+from pretrain.stored_json import build, read_object
 
 if TYPE_CHECKING:
     from pretrain.data.token_files.indexed_dataset import IndexedDataset

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.errors import format_number
 from pretrain.extensions.ladder.expected_curve import FORMAT, LEVEL, Target
-from pretrain.monitor.expected import Expected
+from pretrain.monitor.curve import Expected
 
 if TYPE_CHECKING:
     import numpy as np

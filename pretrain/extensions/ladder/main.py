@@ -27,7 +27,7 @@ from pretrain.config.flags.arguments import DEFAULTS
 from pretrain.data.data_spec import names_of_split
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.distributed.device import nvidia_smi, wants_cpu
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, reason_of, shorten
 from pretrain.extensions.ladder.expected_curve import CurvePoint, Target, corpus_of
 from pretrain.extensions.ladder.fit import fit_law, fit_stable_law
 from pretrain.extensions.ladder.ladder_file import (
@@ -53,9 +53,9 @@ from pretrain.extensions.ladder.target import (
     write_settings,
 )
 from pretrain.extensions.ladder.train import measure_times, read_points, train_ladder
-from pretrain.monitor.expected import Expected
+from pretrain.monitor.curve import Expected
 from pretrain.paths import check_folder
-from pretrain.stored_json import build, read_object, reason_of
+from pretrain.stored_json import build, read_object
 
 _CURVE_POINTS = 48  # at equal factors, and as many at equal distances
 # flags of the target that do not change the smaller runs, as those of extensions do not; its length changes the

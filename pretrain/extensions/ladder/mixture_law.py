@@ -14,7 +14,7 @@ import numpy as np
 from pretrain.extensions.ladder.expected_curve import LEVEL
 from pretrain.extensions.ladder.fit import scipy_function
 from pretrain.extensions.ladder.ladder_file import Variance, interval
-from pretrain.monitor.expected import Expected
+from pretrain.monitor.curve import Expected
 
 LEAST_PART = 0.05  # share of a domain in a small run: one that never reads a domain has a loss of another kind
 _PARTS_OF_C = (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99)  # parts of the lowest loss: the starts of the fit

@@ -22,7 +22,7 @@ from pretrain.memory.compare.compare import predict, tokens_text
 from pretrain.memory.step_time.calibrate import calibrate, predict_run
 from pretrain.memory.step_time.measured_run import read_measured_run
 from pretrain.model.description import ModelConfig
-from pretrain.monitor.expected import Expected
+from pretrain.monitor.curve import Expected
 
 StepSeconds = Callable[[ModelConfig], float]
 _TOKEN_FACTORS = (0.25, 0.5, 1.0, 2.0)

@@ -39,9 +39,8 @@ from pretrain.extensions.notify.receivers import (
     read_urls,
     silence_apprise,
 )
-from pretrain.monitor.read_run_folder import is_number
+from pretrain.monitor.read_run_folder import Tail, is_number
 from pretrain.monitor.rows import EVALUATION_ROW, OPTIONAL_KEYS, TRAINING_ROW
-from pretrain.monitor.tail import Tail
 
 _PREFIX = "ds_pretrain_"
 _EVALUATED = ("eval_loss", "eval_ppl")

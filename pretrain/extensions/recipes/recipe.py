@@ -21,10 +21,10 @@ import yaml
 
 from pretrain.commands.small_runs import Run
 from pretrain.config.flags.arguments import FLAGS
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, reason_of, shorten
 from pretrain.extensions.recipes.results import Expectation
 from pretrain.extensions.recipes.tables import sweep_of
-from pretrain.stored_json import build, read_text, reason_of
+from pretrain.stored_json import build, read_text
 
 FILE = "recipe.yaml"
 _PUBLISHED = Path(__file__).parent / "published"

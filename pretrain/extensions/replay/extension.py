@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from pretrain.cli import path_text
 from pretrain.config.flags.flag import Flag, Group
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 from pretrain.extension import Command, Extension, Problem, RequestFile
-from pretrain.stored_json import build, read_json, reason_of
+from pretrain.stored_json import build, read_json
 
 if TYPE_CHECKING:
     from pretrain.callback import Callback

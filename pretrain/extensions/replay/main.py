@@ -22,7 +22,7 @@ from typing import Any
 from pretrain.analysis.recorded_data import open_data_of_step
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, text, whole_number
-from pretrain.errors import ConfigError, format_number, listed, named, printable, shorten
+from pretrain.errors import ConfigError, format_number, listed, named, printable, reason_of, shorten
 from pretrain.extensions.replay.documents import OddDocument, odd_documents
 from pretrain.extensions.replay.examine_step import Answer, Layout, Replay, order_of, question, train_again
 from pretrain.extensions.replay.extension import SAMPLES_FILE, ReplayOrder
@@ -31,7 +31,7 @@ from pretrain.extensions.replay.target import Target, find_target, parse_target
 from pretrain.monitor.repeatable import OWN_CODE, repeated_config, repeated_flags
 from pretrain.paths import check_file, check_folder
 from pretrain.shipped import find_layout
-from pretrain.stored_json import read_object, reason_of
+from pretrain.stored_json import read_object
 from pretrain.terminal import clear_status, status
 
 COLUMNS = 79

@@ -22,8 +22,8 @@ from pretrain.cli import Parser, path, whole_number
 from pretrain.errors import ConfigError
 from pretrain.extensions.report.compare import compare_runs, comparison_lines
 from pretrain.extensions.report.page_data import ShownRun, page_data, state_of
+from pretrain.extensions.report.repeat_command import command_of
 from pretrain.monitor.read_run_folder import newest_start
-from pretrain.monitor.repeat_command import command_of
 from pretrain.paths import check_file, replace_file
 
 _LIBRARY = "vendor/uPlot"

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from pretrain.active_extensions import extensions, functions
-from pretrain.analysis.crashes import events_and_crashes
 from pretrain.analysis.incidents import incidents_of
-from pretrain.analysis.run_curve import expected_curve, hints_of, newest_comparison
 from pretrain.analysis.run_table import (
     Columns,
     Curves,
     RunTable,
     as_float,
+    events_and_crashes,
     kept_evaluations,
     kept_rows,
     number_or_none,
 )
+from pretrain.analysis.summary import expected_curve, hints_of, newest_comparison
 from pretrain.errors import escape_controls
 from pretrain.extension import Section
 from pretrain.extensions.report.compare import as_text, changes_between, differences, run_names, settings

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.errors import escape_controls, shorten
-from pretrain.monitor.read_run_folder import is_number
-from pretrain.monitor.tail import Tail
+from pretrain.monitor.read_run_folder import Tail, is_number
 
 COLUMNS, ROWS = 400, 200  # largest map
 LOWEST, HIGHEST = 0.5, 8.0  # ratios at the ends of the scale

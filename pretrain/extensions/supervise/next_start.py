@@ -17,11 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.cluster.fewer_hosts import HOST_FILTERS, batch_flags, check_batch, is_one_of
+from pretrain.cluster.fewer_hosts import (
+    HOST_FILTERS,
+    LeftOut,
+    batch_flags,
+    check_batch,
+    choose_without,
+    hosts_to_leave_out,
+    is_one_of,
+)
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.remote import DEFAULT_HEALTH_COMMAND, Transport, default_transport, unhealthy_hosts
 from pretrain.cluster.launcher_flags import host_flags, split_command_line
-from pretrain.cluster.slow_hosts import LeftOut, choose_without, hosts_to_leave_out
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments, read_yaml
 from pretrain.errors import ConfigError

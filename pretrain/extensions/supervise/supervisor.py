@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from pretrain.active_extensions import around_run
 from pretrain.checkpoint.format.run_checkpoints import newest_step
+from pretrain.cluster.fewer_hosts import record_start
 from pretrain.cluster.hosts.launcher_process import (
     SignalRecorder,
     become_subreaper,
@@ -24,11 +25,10 @@ from pretrain.cluster.outcome import (
     RunProgress,
     classify_exit,
     file_sizes,
+    read_patiently,
     read_progress,
     shell_exit_code,
 )
-from pretrain.cluster.patient_reads import read_patiently
-from pretrain.cluster.slow_hosts import record_start
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
 from pretrain.extensions.supervise.next_start import (
     HostChoice,

@@ -1,4 +1,4 @@
-"""Scores of lm-eval's tasks and texts of the model, inside a run: flags, rules, tasks, and the rows that they write."""
+"""Scores of lm-eval's tasks, of checkpoints and inside a run, and texts of the model: flags, rules, rows."""
 
 import functools
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from pretrain.extension import Extension, Problem
 from pretrain.monitor.rows import EVALUATION_ROW
 
 if TYPE_CHECKING:
-    from pretrain.analysis.evaluate.task_files import TaskFlags
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
+    from pretrain.extensions.tasks.task_files import TaskFlags
 
 GROUP = Group("evaluation and logging")
 TASK_FLAGS = ("eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
@@ -92,7 +92,7 @@ def _rules(plan: "Plan") -> "Iterator[Rule]":
 
 def task_flags_of_run(flags: Tasks) -> "TaskFlags":
     """Return the tasks that the flags of a run choose. Raises ConfigError if they name none."""
-    from pretrain.analysis.evaluate.task_files import TaskFlags
+    from pretrain.extensions.tasks.task_files import TaskFlags
 
     names = tuple(filter(None, (flags.eval_tasks or "").split(",")))
     if not names:
@@ -105,7 +105,7 @@ def task_flags_of_run(flags: Tasks) -> "TaskFlags":
 @functools.cache
 def find_run_tasks(flags: Tasks) -> Any:
     """Return lm-eval's TaskManager for the tasks of a run. Raises ConfigError: see `find_tasks`."""
-    from pretrain.analysis.evaluate.task_files import find_tasks
+    from pretrain.extensions.tasks.task_files import find_tasks
 
     return find_tasks(task_flags_of_run(flags))
 
@@ -129,8 +129,9 @@ def _callbacks(plan: "Plan") -> "Iterator[Callback]":
 
 
 EXTENSION = Extension(
-    "tasks", "Scores tasks of lm-eval and shows texts of the model while a run trains.", settings=Tasks, check=_check,
-    rules=_rules, prepare=_prepare, callbacks=_callbacks, files=(PREDICTIONS_FILE,),
+    "tasks", "Scores tasks of lm-eval, of a checkpoint or while a run trains, and shows texts of the model.",
+    settings=Tasks, check=_check, rules=_rules, prepare=_prepare, callbacks=_callbacks,
+    extends={"evaluate": "checkpoint_tasks:add_flags"}, files=(PREDICTIONS_FILE,),
     section="predictions:Texts", section_files=("section.js",),
     events={"tasks_failed": ("", "lm-eval could not score `--eval_tasks`; the run continues")},
     problems={"tasks_failed": Problem("lm-eval could not score the tasks: {reason}", "look at the terminal's output")},

@@ -10,7 +10,7 @@ from pretrain.analysis.run_table import as_float
 from pretrain.callback import Callback, Run
 from pretrain.errors import escape_controls, shorten
 from pretrain.extensions.tasks.extension import PREDICTIONS_FILE
-from pretrain.monitor.tail import Tail
+from pretrain.monitor.read_run_folder import Tail
 
 _MAX_PROMPT, _MAX_NEW = 64, 48  # tokens
 _MAX_SEQUENCES, _MAX_EVALUATIONS = 20, 50  # on the page

@@ -21,14 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrain.analysis.evaluate.task_files import (
-    Scores,
-    first_line,
-    load_tasks,
-    only_errors,
-    scores_of,
-    seed_examples,
-)
 from pretrain.callback import Callback, Run
 from pretrain.config.plan import Plan
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
@@ -36,6 +28,14 @@ from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.token_scores import score_tokens
 from pretrain.errors import ConfigError
 from pretrain.extensions.tasks.extension import Tasks, find_run_tasks, task_flags_of_run
+from pretrain.extensions.tasks.task_files import (
+    Scores,
+    first_line,
+    load_tasks,
+    only_errors,
+    scores_of,
+    seed_examples,
+)
 
 if TYPE_CHECKING:
     from pretrain.extensions.tasks.engine_lm import Answer, Pair

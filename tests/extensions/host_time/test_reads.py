@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.distributed.deepspeed_version import deepspeed_version, is_at_least
+from pretrain.distributed.requirements import deepspeed_version, is_at_least
 from tests.distributed.memory.test_traffic import (
     CONFIGS,
     FLAGS,

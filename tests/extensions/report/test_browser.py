@@ -11,7 +11,7 @@ import pytest
 from pretrain import active_extensions
 from pretrain.analysis.summary import save_loss_plot
 from pretrain.extension import Extension
-from pretrain.monitor.expected import Expectation, Expected
+from pretrain.monitor.curve import Expectation, Expected
 from pretrain.monitor.read_run_folder import newest_path, read_metrics
 from tests.extensions.report.runs import DRAWN, open_report, watching
 from tests.support.browser import Browser, Page

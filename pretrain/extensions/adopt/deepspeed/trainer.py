@@ -11,7 +11,7 @@ import transformers
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.shard_index import StoredParameters
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 from pretrain.extensions.adopt.deepspeed import zero_files
 from pretrain.extensions.adopt.deepspeed.engine_files import EngineFiles
 from pretrain.extensions.adopt.deepspeed.trainer_settings import (
@@ -28,7 +28,7 @@ from pretrain.extensions.adopt.mapping import load_foreign_pickle
 from pretrain.extensions.adopt.optimizers import UNKNOWN_DECAY
 from pretrain.model.hf_names import HEAD
 from pretrain.model.own_models import transformers_config
-from pretrain.stored_json import build, read_json, reason_of
+from pretrain.stored_json import build, read_json
 
 _STATE, _OPTIMIZER, _SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
 

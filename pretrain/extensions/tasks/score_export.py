@@ -16,8 +16,6 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from lm_eval.models.huggingface import HFLM
 
-from pretrain.analysis.evaluate.prepare_tasks import TaskPlan
-from pretrain.analysis.evaluate.task_files import Scores, first_line, only_errors, scores_of
 from pretrain.analysis.model_source import LOCAL_FILES, EvaluationSource
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
@@ -25,6 +23,8 @@ from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.errors import ConfigError
+from pretrain.extensions.tasks.checkpoint_tasks import TaskPlan
+from pretrain.extensions.tasks.task_files import Scores, first_line, only_errors, scores_of
 from pretrain.model.parameters import DTYPES
 
 _BATCH_SIZE = 8  # sequences of a micro-batch, by default
@@ -52,14 +52,14 @@ class RankLM(HFLM):
         gather(None)
 
 
-def evaluate_tasks(source: EvaluationSource, plan: TaskPlan, tokenizer: Tokenizer, *, dtype: str,
-                   seq_length: int | None, batch_size: int | None) -> Scores:
+def evaluate_tasks(source: EvaluationSource, plan: TaskPlan, *, seq_length: int | None,
+                   batch_size: int | None) -> Scores:
     """Export the model if necessary, and return the scores of the tasks on rank 0; {} on other ranks. Collective.
 
     Raises ConfigError.
     """
     _check_sizes(plan)
-    flags = plan.flags
+    flags, tokenizer, dtype = plan.flags, plan.tokenizer, plan.dtype
     with _transformers_folder(source, plan.export, tokenizer, dtype) as folder, only_errors():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], **LOCAL_FILES)
         model = model.to(get_accelerator().current_device_name()).eval()

@@ -1,12 +1,10 @@
-"""The script that repeats a start: a foreign run.json is never code, and nothing of it acts outside of the new run.
-
-tests/distributed/checkpoint/test_steered_run.py runs such a script, and compares the losses.
-"""
+"""The script that repeats a start: a foreign run.json is never code, and nothing of it acts outside of the new run."""
 
 import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ import pytest
 
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.flags.arguments import FLAGS
-from pretrain.monitor.repeat_command import command_of
+from pretrain.extensions.report.repeat_command import command_of
+from pretrain.monitor.read_run_folder import read_starts
 from pretrain.monitor.repeatable import (
     NEVER_REPEATED,
     REPEATED_BLOCKS,
@@ -23,6 +22,8 @@ from pretrain.monitor.repeatable import (
     repeated_config,
     repeated_flags,
 )
+from tests.distributed.checkpoint.test_steered_run import Runs
+from tests.support.launch import ROOT
 
 
 def _record(text: str, **others: Any) -> dict[str, Any]:
@@ -119,3 +120,19 @@ def test_the_json_of_the_record_is_repeated_with_the_folder_of_the_user() -> Non
     record = _record("x", given_deepspeed_config={"zero_optimization": {"stage": 3, **offload}, "wandb": {"team": "x"}})
     offload["offload_optimizer"]["nvme_path"] = "auto"
     assert repeated_config(record) == {"zero_optimization": {"stage": 3, **offload}}
+
+
+def test_the_record_repeats_a_start(tmp_path: Path, corpus: str) -> None:
+    """Run the script of the start that resumed: it has the same configuration, and gives the same losses."""
+    runs = Runs(tmp_path, corpus)
+    runs.start("run", "--train_steps", "4")
+    runs.start("run", "--train_steps", "6")
+    record = read_starts(runs.folder / "run")[1]
+    script = runs.folder / "repeat.sh"
+    script.write_text(command_of(record, runs.folder / "run"))
+    environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+               "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", str(script), str(runs.folder / "repeated")], env=environ, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert runs.losses("repeated") == runs.losses("run")[4:]

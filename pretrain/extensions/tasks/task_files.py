@@ -104,7 +104,7 @@ def _check_files(folder: Path, flag: str) -> None:
     for file in files:
         try:
             valid = isinstance(load_yaml(file, resolve_func=False, recursive=False), dict)
-        except Exception as error:  # of yaml, of the file system, or about a missing "include"
+        except Exception as error:  # an error of yaml, of the file system, or about a missing "include"
             raise ConfigError(str(file), problem=f"it cannot be read: {first_line(error)}") from None
         if not valid:
             raise ConfigError(str(file), problem="it is not a YAML mapping with the key task")
