@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
+    from pretrain.data.prepare.document_step import DocumentStep
 
 ENTRY_POINTS = "ds_pretrain.extensions"
 BUILT_IN_EXTENSIONS = "pretrain.extensions"
@@ -186,6 +187,16 @@ def extend_parser(command: str, parser: Any) -> None:
     for each in extensions():
         if add := each.extends.get(command):
             each.load(add)(parser)
+
+
+def document_steps(flags: Mapping[str, Any]) -> "list[DocumentStep]":
+    """Return the steps that all extensions add to a preparation, in their order. Raises ConfigError.
+
+    Args:
+        flags: of `prepare`, or settings with which shards were made.
+    """
+    return sorted((step for _, steps in functions("documents") for step in steps(flags)),
+                  key=lambda step: (step.order, step.name))
 
 
 def patch_engine(engine: "DeepSpeedEngine", args: "RunArguments") -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import document_steps, extend_parser
 from pretrain.cli import (
-    LARGEST_INT,
     Parser,
     StopRequest,
     new_prefix,
@@ -24,8 +24,6 @@ from pretrain.cli import (
 )
 from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words_of
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
-from pretrain.data.prepare.duplicates.near_duplicates import LOWEST_THRESHOLD
-from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
 from pretrain.data.prepare.input_record import pin_dataset
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.python_corpus import python_corpus
@@ -46,14 +44,14 @@ def prepare_main() -> int:
     inputs = named_inputs(args)
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip", can_skip=True)
-    middle = _fill_in_middle(args)
-    settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, *_near_settings(args), middle)
+    steps = document_steps(vars(args))
+    settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, steps)
     shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
         if isinstance(inputs, DatasetName):
             # the tokenizer's commit is the one of the tokens
             inputs = pin_dataset(inputs, args.out, shard, overwrite=args.overwrite)
-        special = () if middle is None else middle.names or KNOWN_NAMES[0]
+        special = [name for step in steps for name in step.special_tokens]
         _train_missing_tokenizer(inputs, args.tokenizer, read, args.vocab_size, is_shard=shard is not None,
                                  special_tokens=special)
     try:
@@ -65,16 +63,8 @@ def prepare_main() -> int:
         return STOPPED
     written = shard.prefix(args.out) if shard is not None else args.out
     following = after_shard(args.out) if shard is not None else after_prepare(args.out)
-    print("\n".join([summary_text(written), *next_line(following)]))
+    print("\n".join([summary_text(written, steps), *next_line(following)]))
     return 0
-
-
-def _near_settings(args: argparse.Namespace) -> tuple[str | None, float]:
-    """Return the value and the threshold of --near_duplicates."""
-    if args.near_threshold is not None and args.near_duplicates is None:
-        raise ConfigError("--near_threshold", problem="it has no effect without --near_duplicates",
-                          remedy="give --near_duplicates remove, or count")
-    return args.near_duplicates, PrepareSettings.near_threshold if args.near_threshold is None else args.near_threshold
 
 
 def _words_of_all_shards(words: Sequence[str]) -> list[str]:
@@ -86,21 +76,6 @@ def _words_of_all_shards(words: Sequence[str]) -> list[str]:
             kept.append(without_credentials(word))
         is_value = word in ("--shard", "--workers")
     return kept
-
-
-def _fill_in_middle(args: argparse.Namespace) -> FillInMiddle | None:
-    """Return the settings of --fim_rate; None without it, or if it is 0. Raises ConfigError."""
-    names = args.fim_tokens.split(",") if args.fim_tokens else None
-    if names is not None and (len(names) != 3 or not all(names)):
-        raise ConfigError("--fim_tokens", found=repr(args.fim_tokens),
-                          expected="the names of three tokens: PREFIX,MIDDLE,SUFFIX")
-    if not args.fim_rate:
-        given = [f"--{flag}" for flag in ("fim_tokens", "fim_spm_rate", "fim_seed") if getattr(args, flag) is not None]
-        if given and args.fim_rate is None:
-            raise ConfigError(given[0], problem="it has no effect without --fim_rate")
-        return None
-    return FillInMiddle(args.fim_rate, 0.5 if args.fim_spm_rate is None else args.fim_spm_rate, args.fim_seed or 0,
-                        (names[0], names[1], names[2]) if names else None)
 
 
 def _prepare_parser() -> Parser:
@@ -132,28 +107,11 @@ def _prepare_parser() -> Parser:
                         help="begin each document with the tokenizer's token for the beginning of a text, such as <s>")
     parser.add_argument("--deduplicate", action="store_true",
                         help="leave out documents whose tokens are exactly those of an earlier document")
-    parser.add_argument("--near_duplicates", choices=("count", "remove"),
-                        help="find documents that are similar to an earlier one (MinHash), and count them, or leave "
-                        "them out, as well as exact duplicates")
-    parser.add_argument("--near_threshold", type=number(LOWEST_THRESHOLD, 1),
-                        help="estimated Jaccard similarity of the sets of 5 consecutive words from which on a document "
-                        f"is a near-duplicate (default: {PrepareSettings.near_threshold})")
-    parser.add_argument("--fim_rate", type=number(0, 1), metavar="P",
-                        help="fill-in-the-middle: move the middle of each document to its end with this probability, "
-                        "behind special tokens, so that a model of code learns to fill a gap (default: never)")
-    parser.add_argument("--fim_spm_rate", type=number(0, 1), metavar="P",
-                        help="fraction of these documents in the order suffix, prefix, middle; the others are in the "
-                        "order prefix, suffix, middle (default: 0.5)")
-    parser.add_argument("--fim_seed", type=whole_number(0, LARGEST_INT), metavar="N",
-                        help="seed of --fim_rate (default: 0)")
-    parser.add_argument("--fim_tokens", type=text, metavar="PREFIX,MIDDLE,SUFFIX",
-                        help="names of the tokens in front of the prefix, the middle and the suffix (default: those "
-                        "that the tokenizer has of StarCoder's, Qwen2.5-Coder's, Code Llama's, SantaCoder's or "
-                        "DeepSeek-Coder's)")
     parser.add_argument("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
     parser.add_argument("--shard", type=text, metavar="I/N",
                         help="on one of several machines: prepare only part I of N parts, from 0 to N-1, for "
                         "`ds-pretrain data merge OUT`. slurm, or slurm/N: the task of an array job of SLURM")
+    extend_parser("prepare", parser)
     return parser
 
 
@@ -181,8 +139,7 @@ def tokenizer_main() -> None:
                         help="fraction of the text's characters that get pieces; the others become bytes "
                              "(default: %(default)s)")
     parser.add_argument("--special_tokens", type=text, metavar="NAME,NAME...",
-                        help="names of special tokens that no text is encoded as, such as "
-                        f"'{','.join(KNOWN_NAMES[0])}' for fill-in-the-middle")
+                        help="names of special tokens that no text is encoded as, such as '<|user|>,<|assistant|>'")
     parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()

@@ -4,6 +4,7 @@ The documents of all shards go through the DocumentWriter of a preparation, in o
 counted and left out, and the statistics are computed, by the same code.
 """
 
+import copy
 import hashlib
 import shlex
 from collections import Counter
@@ -16,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
-from pretrain.data.prepare.document_rows import row_type
+from pretrain.data.prepare.document_step import DocumentStep, InputFile, row_type
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.input_record import changed_input
-from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
+from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, file_of_step, partial_path, read_state
 from pretrain.data.prepare.shards import (
     Shard,
     ShardFiles,
@@ -30,7 +31,6 @@ from pretrain.data.prepare.shards import (
     shard_of,
     shards_in_folder,
 )
-from pretrain.data.prepare.sources import InputFile
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch
 from pretrain.data.token_files.hashes import BLOCK_BYTES
@@ -43,6 +43,7 @@ from pretrain.paths import check_folder, check_space
 _MOST_DOCUMENTS = 1 << 14  # in a batch
 _MOST_TOKENS = 1 << 20  # in a batch; a longer document is divided
 _MOST_NAMED = 10  # shards in a message
+_OF_PARTS = row_type({}).names or ()  # columns of the rows that each part of a long document has
 
 
 def named_shards(out: str, prefixes: Sequence[str]) -> list[str] | None:
@@ -135,9 +136,24 @@ def _check_same(shards: Sequence[ShardFiles]) -> None:
                               f"{', '.join(different)}", remedy=f"if the other one is right, run `{command}`")
 
 
-def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, advance: Advance) -> PreparedData:
-    """Write the files of the data set that the shards are parts of. Raises ConfigError."""
+def flags_of_shards(shards: Sequence[ShardFiles]) -> dict[str, Any]:
+    """Return the settings with which the shards were made, by the names of the flags, without dashes."""
+    return {name.removeprefix("--"): value for name, value in shards[0].record.facts.record.items()}
+
+
+def merge_shards(out: str, shards: Sequence[ShardFiles], *, steps: Sequence[DocumentStep] = (), overwrite: bool,
+                 advance: Advance) -> PreparedData:
+    """Write the files of the data set that the shards are parts of. Raises ConfigError.
+
+    steps: those of the preparation, made from `flags_of_shards`.
+    """
     facts = shards[0].record.facts
+    if missing := sorted(facts.states.keys() - {step.name for step in steps}):
+        raise ConfigError(shards[0].prefix, problem=f"it was made with the extension {missing[0]}, which is not here",
+                          remedy="install it, or name it by --extension")
+    steps = [copy.deepcopy(step) for step in steps if step.name in facts.states]
+    for step in steps:
+        step.state = copy.deepcopy(facts.states[step.name])
     skips = any(shard.record.facts.record["skip_errors"] for shard in shards)
     facts = replace(facts, record={**facts.record, "skip_errors": skips})
     if read_state(out) is not None and not overwrite:
@@ -148,9 +164,9 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, adv
     check_folder(Path(out).absolute().parent, out)
     check_space(Path(out), out, sum(shard.hashes.bin_bytes + 6 * shard.hashes.idx_bytes for shard in shards))
     try:
-        output = PartialOutput(out, None)
+        output = PartialOutput(out, None, more_files=[file_of_step(step.name) for step in steps if step.has_file])
         try:
-            meta = _write(output, facts, shards, advance)
+            meta = _write(output, facts, steps, shards, advance)
             rename_files(output.data_files, out)
         finally:
             output.delete()
@@ -159,9 +175,11 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, adv
     return meta
 
 
-def _write(output: PartialOutput, facts: DataFacts, shards: Sequence[ShardFiles], advance: Advance) -> PreparedData:
+def _write(output: PartialOutput, facts: DataFacts, steps: Sequence[DocumentStep], shards: Sequence[ShardFiles],
+           advance: Advance) -> PreparedData:
     writer = DocumentWriter(output, facts.dtype, vocab_size=facts.vocab_size, special_tokens=facts.special_tokens,
-                            deduplicate=facts.deduplicate, near=facts.near, files=_input_files(shards), state=None)
+                            deduplicate=facts.deduplicate, steps=steps, is_shard=False, files=_input_files(shards),
+                            state=None)
     lines: Counter[int] = Counter()  # line ends of each file in the shards so far
     for shard in shards:
         lines_before = lines[shard.record.first_file] if shard.record.first_byte else 0
@@ -172,9 +190,9 @@ def _write(output: PartialOutput, facts: DataFacts, shards: Sequence[ShardFiles]
             writer.add(batch, lambda: None)  # `output` has no saved state
             advance(batch.tokens.nbytes, f"{writer.num_documents:,} documents")
     check_not_empty(writer, shards[0].prefix)
-    meta = complete_output(output, writer, facts)
+    meta = complete_output(output, writer, facts, steps)
     writer.close()
-    return meta
+    return PreparedData.of(meta)
 
 
 def _input_files(shards: Sequence[ShardFiles]) -> list[InputFile]:
@@ -233,7 +251,7 @@ def _documents(shard: ShardFiles) -> Iterator[tuple[npt.NDArray[np.int64], npt.N
         index.seek(HEADER.size)
         for start in range(0, shard.num_documents, _MOST_DOCUMENTS):
             count = min(_MOST_DOCUMENTS, shard.num_documents - start)
-            row = row_type(has_signatures=shard.record.facts.near is not None)
+            row = row_type(shard.record.facts.columns)
             lengths = np.frombuffer(index.read(count * LENGTH_DTYPE.itemsize), LENGTH_DTYPE)
             yield lengths.astype(np.int64), np.frombuffer(rows.read(count * row.itemsize), row)
 
@@ -249,13 +267,14 @@ def _long_document(tokens: "_Tokens", length: int, row: np.void) -> Iterator[Tok
         batch.tail_place = place
         yield batch
         rows["text_bytes"], place = 0, ""
+        rows = rows[list(_OF_PARTS)]  # the numbers of the steps are those of the document
 
 
 def _batch(tokens: npt.NDArray[Any], ends: npt.NDArray[np.int64], rows: npt.NDArray[np.void]) -> TokenizedBatch:
-    """Return a batch of documents. The parts of a long document have the same signature, which is their minimum."""
-    signatures = rows["signatures"] if "signatures" in (rows.dtype.names or ()) else None
+    """Return a batch of documents."""
+    values = {name: rows[name] for name in rows.dtype.names or () if name not in _OF_PARTS}
     return TokenizedBatch(tokens, ends, rows["text_bytes"].copy(), rows["digests"][: len(ends)],
-                          rows["origins"].copy(), signatures)
+                          rows["origins"].copy(), values)
 
 
 class _Tokens:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.data.prepare.complete import DataFacts
-from pretrain.data.prepare.document_rows import row_type
+from pretrain.data.prepare.document_step import InputFile, row_type
 from pretrain.data.prepare.partial_output import DOCUMENTS
-from pretrain.data.prepare.sources import InputFile
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.text_inputs.parts import Part
 from pretrain.data.token_files.hashes import DataHashes, hash_file, hashes_path, read_hashes
@@ -21,7 +20,7 @@ from pretrain.stored_json import build, read_object, reason_of
 SLURM = "slurm"
 _MOST_SHARDS = 99_999  # five digits in the names
 _NAME = re.compile(r"(?P<out>.+)\.shard-(?P<index>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
-_VERSION = 1
+_VERSION = 2
 _FORMS = "i/n with i from 0 to n-1, such as 3/8; slurm or slurm/n in an array job of SLURM"
 
 
@@ -232,7 +231,7 @@ def check_files(prefix: str, shard: Shard, record: ShardRecord) -> ShardFiles | 
         hashes = read_hashes(hashes_path(prefix))
         if hashes is None or not hashes.is_complete:
             return f"{hashes_path(prefix)} is missing or not complete"
-        row = row_type(has_signatures=record.facts.near is not None)
+        row = row_type(record.facts.columns)
         num_bytes = int(record.statistics["documents"]) * row.itemsize
         for ending, size, sha256 in (("bin", hashes.bin_bytes, ""), ("idx", hashes.idx_bytes, hashes.idx_sha256),
                                      (DOCUMENTS, num_bytes, record.documents_sha256)):
