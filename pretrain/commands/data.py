@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.active_extensions import document_steps, extend_parser
+from pretrain.active_extensions import extend_parser
 from pretrain.cli import (
     LARGEST_INT,
     Parser,
@@ -19,7 +19,7 @@ from pretrain.cli import (
 )
 from pretrain.commands.next_command import after_prepare
 from pretrain.data.merge_split import merge, split
-from pretrain.data.prepare.merge_shards import flags_of_shards, merge_shards, named_shards, open_shards
+from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards, steps_of_shards
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.inspect_files import describe, store_hashes, verify_data
@@ -72,7 +72,7 @@ def _merge(flags: argparse.Namespace) -> int:
 def _merge_shards(flags: argparse.Namespace, prefixes: list[str]) -> int:
     with stop_on_signals():
         shards = open_shards(prefixes)
-        steps = document_steps(flags_of_shards(shards))
+        steps = steps_of_shards(shards)
         with ProgressBar(f"merging into {flags.output}", bin_bytes(prefixes)) as progress:
             merge_shards(flags.output, shards, steps=steps, overwrite=flags.overwrite, advance=progress.advance)
     print("\n".join([summary_text(flags.output, steps), *next_line(after_prepare(flags.output))]))

@@ -1,4 +1,7 @@
-"""Merge data sets into one, and split one into several, with little memory for any number and length of documents."""
+"""Merge data sets into one, and split one into several, with little memory for any number and length of documents.
+
+The .meta.json of the new data sets keeps where the documents come from, and what left out or changed documents.
+"""
 
 import contextlib
 import itertools
@@ -9,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.data_spec import split_documents
+from pretrain.data.data_spec import absolute_words, split_documents
 from pretrain.data.prepare.summary import entropy_nats
-from pretrain.data.provenance import merged_provenance, provenance
 from pretrain.data.source_facts import sampled_tokens, tokenizer_notes
 from pretrain.data.token_files.index_file import CODES, ranges
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer, open_checked
@@ -26,6 +28,10 @@ CHUNK_DOCUMENTS = 2**16  # copied at once
 _CHUNK_TOKENS = 2**20
 _LARGEST_COUNTED = 2**24  # token; larger ones do not come from a tokenizer
 _OF_TOKENIZER = ("vocab_size", "tokenizer", "tokenizer_sha256", "bos_token", "eod_token")
+_COUNTS = ("num_tokens", "num_documents", "max_token", "entropy_nats")  # of a data set alone
+_COUNT = "documents"  # begins the names of counts among the facts of a step of `prepare`
+MERGED_FROM = "merged_from"
+_MOST_LISTED = 1000  # inputs in the .meta.json of merged data
 _MOST_RANDOM = 10**9 - 1  # documents that numpy's multivariate_hypergeometric can choose from
 _MOST_OUTPUTS = 100
 _SEQUENCE_BYTES = 32  # in the .idx, and in temporary files
@@ -77,6 +83,31 @@ def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list
         notes += tokenizer_notes([(str(source.prefix), source, sampled_tokens(source)) for source in sources
                                   if source.num_tokens])
     return shared, notes
+
+
+def provenance(data: IndexedDataset) -> dict[str, Any]:
+    """Return where the documents come from, and what left out or changed documents; {} if that is unknown."""
+    found = {key: value for key, value in data.meta.items() if value and key not in (*_OF_TOKENIZER, *_COUNTS)}
+    return {key: {name: fact for name, fact in value.items() if not name.startswith(_COUNT)}
+            if isinstance(value, dict) else value
+            for key, value in sorted(found.items(), key=lambda item: item[0] == MERGED_FROM)}
+
+
+def merged_provenance(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
+    """Return the facts that all data sets share, and under "merged_from" the others of each data set."""
+    each = [provenance(data) for data in datasets]
+    shared = {key: value for key, value in each[0].items() if all(found.get(key) == value for found in each)}
+    others = [{key: value for key, value in found.items() if key not in shared} for found in each]
+    if not any(others):
+        return shared
+    lists = [found["sources"]["list"] for found in others
+             if isinstance(found.get("sources"), dict) and isinstance(found["sources"].get("list"), list)]
+    if sum(map(len, lists)) > _MOST_LISTED:
+        for found in others:
+            if isinstance(found.get("sources"), dict):
+                found["sources"] = {key: value for key, value in found["sources"].items() if key != "list"}
+    return {**shared, MERGED_FROM: [{"data": absolute_words(str(data.prefix)), "documents": data.num_documents, **found}
+                                    for data, found in zip(datasets, others, strict=True)]}
 
 
 def split(prefix: str, outputs: Sequence[str], *, proportions: str | None = None, documents: str | None = None,

@@ -81,7 +81,7 @@ class DataFacts:
 
     def of_all_shards(self) -> dict[str, Any]:
         """Return what must be the same for all shards. --on_error has no effect on a shard without errors."""
-        other = ("record", "tokenizer", "inputs", "states", "columns")
+        other = ("record", "tokenizer", "inputs", "deduplicate", "states", "columns")
         facts = {name: value for name, value in asdict(self).items() if name not in other}
         return {**{name: value for name, value in self.record.items() if name != "skip_errors"}, **facts}
 

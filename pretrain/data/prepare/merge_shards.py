@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.active_extensions import document_steps
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
 from pretrain.data.prepare.document_step import DocumentStep, InputFile, row_type
 from pretrain.data.prepare.document_writer import DocumentWriter
@@ -136,18 +137,20 @@ def _check_same(shards: Sequence[ShardFiles]) -> None:
                               f"{', '.join(different)}", remedy=f"if the other one is right, run `{command}`")
 
 
-def flags_of_shards(shards: Sequence[ShardFiles]) -> dict[str, Any]:
-    """Return the settings with which the shards were made, by the names of the flags, without dashes."""
-    return {name.removeprefix("--"): value for name, value in shards[0].record.facts.record.items()}
+def steps_of_shards(shards: Sequence[ShardFiles]) -> list[DocumentStep]:
+    """Return the steps of extensions with the settings with which the shards were made. Raises ConfigError."""
+    facts = shards[0].record.facts
+    return document_steps({name.removeprefix("--"): value for name, value in facts.record.items()})
 
 
-def merge_shards(out: str, shards: Sequence[ShardFiles], *, steps: Sequence[DocumentStep] = (), overwrite: bool,
-                 advance: Advance) -> PreparedData:
+def merge_shards(out: str, shards: Sequence[ShardFiles], *, steps: Sequence[DocumentStep] | None = None,
+                 overwrite: bool, advance: Advance) -> PreparedData:
     """Write the files of the data set that the shards are parts of. Raises ConfigError.
 
-    steps: those of the preparation, made from `flags_of_shards`.
+    steps: those of the preparation, in their order (default: `steps_of_shards`).
     """
     facts = shards[0].record.facts
+    steps = steps_of_shards(shards) if steps is None else steps
     if missing := sorted(facts.states.keys() - {step.name for step in steps}):
         raise ConfigError(shards[0].prefix, problem=f"it was made with the extension {missing[0]}, which is not here",
                           remedy="install it, or name it by --extension")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import document_steps
 from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
 from pretrain.data.prepare.document_step import DocumentStep, InputFile
@@ -72,8 +73,8 @@ class PrepareSettings:
     append_eod: bool = True
     prepend_bos: bool = False
     deduplicate: bool = False
-    steps: Sequence[DocumentStep] = ()
-    """steps of extensions, in their order"""
+    steps: Sequence[DocumentStep] = field(default_factory=lambda: document_steps({}))
+    """steps of extensions, in their order (default: those without a flag)"""
 
 
 def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, settings: PrepareSettings | None = None,

@@ -63,6 +63,7 @@ class _Worker:
             theirs.close()
         self.numbers: deque[int] = deque()  # of the jobs without a result
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs.put(sys.path)
         self._jobs.put(make)
         threading.Thread(target=self._send_jobs, daemon=True).start()
 
@@ -125,6 +126,7 @@ def _work(connection: "Connection[Any, Any]") -> None:
     """Run a worker until its parent ends or kills it. The first message is the function that makes the work."""
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
         try:
+            sys.path += [folder for folder in _receive(connection) if folder not in sys.path]  # of the user's own code
             work = _receive(connection)()
             while True:
                 _send(connection, ("result", work(_receive(connection))))

@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.data_spec import absolute_words
-from pretrain.data.merge_split import CHUNK_DOCUMENTS, CopyWriter, check_output, copy_chosen, meta_of
-from pretrain.data.provenance import MERGED_FROM, provenance
+from pretrain.data.merge_split import (
+    CHUNK_DOCUMENTS,
+    MERGED_FROM,
+    CopyWriter,
+    check_output,
+    copy_chosen,
+    meta_of,
+    provenance,
+)
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.index_file import ranges

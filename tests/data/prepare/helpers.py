@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +17,27 @@ from pretrain.data.tokenizers.tokenizer import Tokenizer
 TOOL = Path(__file__).parents[3] / "tools" / "prepare_data.py"
 SOURCES = sorted((Path(json.__file__).parent).glob("*.py"))
 TEXTS = [path.read_text(encoding="utf-8") for path in SOURCES] + ["one line", "ünï\u2581cödé \u2028 😀\r\n", "\n\n"]
+WORDS = sorted({word for path in SOURCES for word in re.findall(r"[a-z]{3,}", path.read_text())})
 ENDINGS = ("bin", "idx", "meta.json", "sha256.json", "summary.json")
 
 
 def jsonl(path: Path, texts: list[str], key: str = "text") -> str:
     path.write_text("".join(json.dumps({key: text, "other": 1}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
+
+
+def sentence(generator: random.Random, num_words: int) -> list[str]:
+    return generator.choices(WORDS, k=num_words)
+
+
+def edited(words: list[str], fraction: float, generator: random.Random) -> list[str]:
+    """Replace, remove or insert a fraction of the words."""
+    result: list[str] = []
+    for word in words:
+        kind = generator.choice(["replace", "remove", "insert"]) if generator.random() < fraction else "keep"
+        result += {"replace": [generator.choice(WORDS)], "remove": [], "insert": [word, generator.choice(WORDS)],
+                   "keep": [word]}[kind]
+    return result
 
 
 def word_tokenizer(folder: Path, vocab_size: int) -> Path:

@@ -64,9 +64,9 @@ def test_samples_are_small_and_near_their_fraction() -> None:
 def test_sources_are_the_words_of_the_command_line(tmp_path: Path, tokenizer: Tokenizer,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """With workers, small batches and shards, counts and statistics are the same. Only a sample is measured."""
-    from pretrain.data.prepare import sources
+    from pretrain.data.prepare import text_quality
 
-    monkeypatch.setattr(sources, "sampled_fraction", lambda num_bytes, num_sources: 0.6)
+    monkeypatch.setattr(text_quality, "sampled_fraction", lambda num_bytes, num_sources: 0.6)
     monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 8192)
     (tmp_path / "folder").mkdir()
     for start, name in enumerate("ab"):
