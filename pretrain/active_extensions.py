@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
-    from pretrain.data.prepare.document_step import DocumentStep
 
 ENTRY_POINTS = "ds_pretrain.extensions"
 BUILT_IN_EXTENSIONS = "pretrain.extensions"
@@ -189,8 +188,8 @@ def extend_parser(command: str, parser: Any) -> None:
             each.load(add)(parser)
 
 
-def document_steps(flags: Mapping[str, Any]) -> "list[DocumentStep]":
-    """Return the steps that all extensions add to a preparation, in their order. Raises ConfigError.
+def document_steps(flags: Mapping[str, Any]) -> list[Any]:
+    """Return the DocumentSteps that all extensions add to a preparation, in their order. Raises ConfigError.
 
     Args:
         flags: of `prepare`, or settings with which shards were made.

@@ -19,7 +19,8 @@ from pretrain.cli import (
 )
 from pretrain.commands.next_command import after_prepare
 from pretrain.data.merge_split import merge, split
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards, steps_of_shards
+from pretrain.data.prepare.merge_shards import merge_shards, open_shards, steps_of_shards
+from pretrain.data.prepare.shards import named_shards
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.inspect_files import describe, store_hashes, verify_data

@@ -22,7 +22,6 @@ from pretrain.cli import (
     text,
     whole_number,
 )
-from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words_of
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
 from pretrain.data.prepare.input_record import pin_dataset
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
@@ -36,12 +35,19 @@ from pretrain.data.tokenizers.tiktoken_file import split_value
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import LEAST_PIECES, train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
-from pretrain.remote import without_credentials
+from pretrain.remote import path_or_url, without_credentials
+
+_INPUT_HELP = ("text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in quotes, or - for "
+               "standard input. A URL such as s3://bucket/folder, gs://bucket/*.jsonl, https://host/file or "
+               "hf://datasets/org/name/*.parquet is one of these in a store; its credentials come from the "
+               "environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ~/.netrc, HF_TOKEN)")
+_OPTIONS = ("dataset_config", "dataset_split", "dataset_revision")
+_ONLY_OF_FILES = ("format", "document_separator")
 
 
 def prepare_main() -> int:
     args = _prepare_parser().parse_args()
-    inputs = named_inputs(args)
+    inputs = _named_inputs(args)
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip", can_skip=True)
     steps = document_steps(vars(args))
@@ -82,7 +88,7 @@ def _prepare_parser() -> Parser:
     parser = Parser(description="Tokenize text, and write OUT.bin and OUT.idx (Megatron's format), OUT.meta.json and "
                                 "OUT.summary.json.",
                     epilog="A preparation that was stopped or killed continues if the same command is given again.")
-    add_input_flags(parser)
+    _add_input_flags(parser)
     parser.add_argument("--tokenizer", type=path_text, required=True,
                         help="SentencePiece .model, tokenizer.json, a folder with one of them, a .tiktoken file or its "
                         "encoding such as o200k_base, or the word bytes")
@@ -93,14 +99,9 @@ def _prepare_parser() -> Parser:
                         help="path of the files to write, without the extension")
     parser.add_argument("--overwrite", action="store_true",
                         help="replace existing output, and drop an earlier preparation of other inputs or settings")
-    parser.add_argument("--format", choices=FORMATS, default="auto",
-                        help="format of the inputs (default: %(default)s, by their content)")
-    parser.add_argument("--jsonl_key", type=text, default="text",
-                        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
     parser.add_argument("--document_separator", type=text,
                         help=r"text between two documents of a text file, such as '\n\n' (default: a file is one "
                         "document)")
-    _add_on_error(parser)
     parser.add_argument("--append_eod", action=argparse.BooleanOptionalAction, default=True,
                         help="end each document with the end-of-document token (default: yes)")
     parser.add_argument("--prepend_bos", action="store_true",
@@ -115,24 +116,62 @@ def _prepare_parser() -> Parser:
     return parser
 
 
-def _add_on_error(parser: Parser) -> None:
+def _add_input_flags(parser: Parser) -> None:
+    """Add INPUT, and the flags of a dataset and of how inputs are read."""
+    parser.add_argument("inputs", metavar="INPUT", nargs="*", type=path_or_url, help=_INPUT_HELP)
+    parser.add_argument("--dataset", type=path_text,
+                        help="instead of INPUT, read a dataset of the Hugging Face Hub (ORG/NAME), or a folder with "
+                        "the files of one; its rows are streamed, and --jsonl_key names the column")
+    parser.add_argument("--dataset_config", type=text, help="config of the dataset (default: its default one)")
+    parser.add_argument("--dataset_split", type=text, help="split of the dataset (default: train)")
+    parser.add_argument("--dataset_revision", type=text,
+                        help="branch, tag or commit of the dataset (default: main); the commit is recorded")
+    parser.add_argument("--format", choices=FORMATS, default="auto",
+                        help="format of the inputs (default: %(default)s, by their content)")
+    parser.add_argument("--jsonl_key", type=text, default="text",
+                        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
     parser.add_argument("--on_error", choices=("stop", "skip"), default="stop",
                         help="what to do with a document that cannot be read (default: %(default)s)")
+
+
+def _named_inputs(args: argparse.Namespace) -> list[str] | DatasetName:
+    """Return the inputs, or the dataset. Raises ConfigError if there are both or none, and for flags without effect."""
+    inputs: list[str] = args.inputs
+    if args.dataset is None:
+        given = next((name for name in _OPTIONS if getattr(args, name) is not None), None)
+        if given is not None:
+            raise ConfigError(f"--{given}", problem="it has no effect without --dataset", remedy="leave it out")
+        if not inputs:
+            raise ConfigError("INPUT", problem="neither an input nor --dataset is given", remedy="name files, or a "
+                              "dataset")
+        return inputs
+    if inputs:
+        given = without_credentials(" ".join(inputs))
+        raise ConfigError("--dataset", problem=f"inputs are given too: {given}", remedy="leave out one of both")
+    for name in _ONLY_OF_FILES:
+        if getattr(args, name, None) not in (None, "auto"):
+            raise ConfigError(f"--{name}", problem="it has no effect with --dataset", remedy="leave it out")
+    return DatasetName(args.dataset, args.dataset_config or "", args.dataset_split or "train",
+                       args.dataset_revision or "")
+
+
+def _words_of(args: argparse.Namespace) -> list[str]:
+    """Return the words of the command line that name the inputs."""
+    words = [*map(without_credentials, args.inputs)]
+    for name in ("dataset", *_OPTIONS):
+        if getattr(args, name) is not None:
+            words += [f"--{name}", getattr(args, name)]
+    return words
 
 
 def tokenizer_main() -> None:
     parser = Parser(description="Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model and "
                                 "OUT/tokenizer.json.")
-    add_input_flags(parser)
+    _add_input_flags(parser)
     parser.add_argument("--out", type=path, required=True,
                         help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
     parser.add_argument("--vocab_size", type=whole_number(LEAST_PIECES, 2**24), default=8192,
                         help="number of pieces, including 256 for single bytes (default: %(default)s)")
-    parser.add_argument("--jsonl_key", type=text, default="text",
-                        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
-    parser.add_argument("--format", choices=FORMATS, default="auto",
-                        help="format of the inputs (default: %(default)s, by their content)")
-    _add_on_error(parser)
     parser.add_argument("--max_megabytes", type=number(above=True), default=100,
                         help="train on a random sample of this size if the inputs are larger (default: %(default)s)")
     parser.add_argument("--character_coverage", type=number(0, 1, above=True), default=0.9995,
@@ -144,13 +183,13 @@ def tokenizer_main() -> None:
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()
     reading = ReadSettings(args.format, args.jsonl_key, skip_errors=args.on_error == "skip", can_skip=True)
-    _train_tokenizer(named_inputs(args), args.out, reading, args.vocab_size,
+    _train_tokenizer(_named_inputs(args), args.out, reading, args.vocab_size,
                      max_megabytes=args.max_megabytes, threads=args.threads, verbose=args.verbose,
                      character_coverage=args.character_coverage,
                      special_tokens=args.special_tokens.split(",") if args.special_tokens else ())
     options = [word for flag in ("format", "jsonl_key", "on_error") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
-    for line in next_line(after_tokenizer(words_of(args), args.out, options)):
+    for line in next_line(after_tokenizer(_words_of(args), args.out, options)):
         print(line)
 
 

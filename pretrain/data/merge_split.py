@@ -21,7 +21,7 @@ from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.token_file import allow_open_files
 from pretrain.data.token_files.writer import IndexedWriter, existing_file
 from pretrain.errors import ConfigError
-from pretrain.paths import check_folder, check_space
+from pretrain.paths import check_folder, check_space, writing
 
 REST = "rest"
 CHUNK_DOCUMENTS = 2**16  # copied at once
@@ -50,13 +50,10 @@ def merge(output: str, prefixes: Sequence[str], *, overwrite: bool,
     check_output([output], sources, output, overwrite=overwrite,
                  num_bytes=dtype.itemsize * sum(source.num_tokens for source in sources))
     meta, notes = merged_meta(sources)
-    try:
-        with CopyWriter(output, dtype) as writer:
-            for source in sources:
-                writer.copy_range(source, 0, source.num_documents, advance)
-            writer.finalize({**meta, **merged_provenance(sources)})
-    except OSError as error:
-        raise ConfigError(output, problem=f"the files cannot be written: {error}") from None
+    with writing(output), CopyWriter(output, dtype) as writer:
+        for source in sources:
+            writer.copy_range(source, 0, source.num_documents, advance)
+        writer.finalize({**meta, **merged_provenance(sources)})
     return writer, [*(note for source in sources for note in source.notes), *notes]
 
 
@@ -132,10 +129,8 @@ def split(prefix: str, outputs: Sequence[str], *, proportions: str | None = None
         raise ConfigError("--seed", problem=f"it chooses from at most {_MOST_RANDOM} documents, and {prefix} has "
                           f"{data.num_documents}", remedy="leave it out")
     check_output(outputs, [data], "--out", overwrite=overwrite, num_bytes=data.num_tokens * data.dtype.itemsize)
-    try:
+    with writing("--out"):
         return _copy(data, outputs, sizes, seed, advance)
-    except OSError as error:
-        raise ConfigError("--out", problem=f"the files cannot be written: {error}") from None
 
 
 def _in_proportion(words: Sequence[str], data: IndexedDataset) -> list[int]:

@@ -30,7 +30,6 @@ from pretrain.data.prepare.shards import (
     read_records,
     record_path,
     shard_of,
-    shards_in_folder,
 )
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch
@@ -39,30 +38,12 @@ from pretrain.data.token_files.index_file import HEADER, LENGTH_DTYPE
 from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.writer import existing_file, rename_files
 from pretrain.errors import ConfigError, counted, shorten
-from pretrain.paths import check_folder, check_space
+from pretrain.paths import check_folder, check_space, writing
 
 _MOST_DOCUMENTS = 1 << 14  # in a batch
 _MOST_TOKENS = 1 << 20  # in a batch; a longer document is divided
 _MOST_NAMED = 10  # shards in a message
 _OF_PARTS = row_type({}).names or ()  # columns of the rows that each part of a long document has
-
-
-def named_shards(out: str, prefixes: Sequence[str]) -> list[str] | None:
-    """Return the prefixes of the shards to merge into `out`: those in `prefixes`, or if it is empty, those in out's
-    folder. Returns None if `prefixes` are other data sets. Raises ConfigError for a mixture of both, and for none.
-    """
-    if not prefixes:
-        found = [shard.prefix(out) for shard in shards_in_folder(out)]
-        if not found:
-            raise ConfigError(out, problem=f"there are no shards {out}.shard-*", remedy="make them with `ds-pretrain "
-                              "prepare --shard i/n`, or name the data sets to merge after OUT")
-        return found
-    others = [prefix for prefix in prefixes if shard_of(prefix) is None]
-    shards = [prefix for prefix in prefixes if shard_of(prefix) is not None and record_path(prefix).exists()]
-    if shards and others:
-        raise ConfigError(others[0], problem=f"it is no shard of a preparation, and {shards[0]} is one",
-                          remedy="merge the shards first")
-    return list(prefixes) if shards else None
 
 
 def open_shards(prefixes: Sequence[str]) -> list[ShardFiles]:
@@ -156,7 +137,7 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, steps: Sequence[Docu
                           remedy="install it, or name it by --extension")
     steps = [copy.deepcopy(step) for step in steps if step.name in facts.states]
     for step in steps:
-        step.state = copy.deepcopy(facts.states[step.name])
+        step.state = facts.states[step.name]
     skips = any(shard.record.facts.record["skip_errors"] for shard in shards)
     facts = replace(facts, record={**facts.record, "skip_errors": skips})
     if read_state(out) is not None and not overwrite:
@@ -166,20 +147,18 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, steps: Sequence[Docu
         raise ConfigError(out, problem=f"{existing} exists", remedy="give --overwrite to replace it, or another OUT")
     check_folder(Path(out).absolute().parent, out)
     check_space(Path(out), out, sum(shard.hashes.bin_bytes + 6 * shard.hashes.idx_bytes for shard in shards))
-    try:
+    with writing(out):
         output = PartialOutput(out, None, more_files=[file_of_step(step.name) for step in steps if step.has_file])
         try:
             meta = _write(output, facts, steps, shards, advance)
             rename_files(output.data_files, out)
         finally:
             output.delete()
-    except OSError as error:
-        raise ConfigError(out, problem=f"the files cannot be written: {error.strerror or error}") from None
-    return meta
+    return PreparedData.of(meta)
 
 
 def _write(output: PartialOutput, facts: DataFacts, steps: Sequence[DocumentStep], shards: Sequence[ShardFiles],
-           advance: Advance) -> PreparedData:
+           advance: Advance) -> dict[str, Any]:
     writer = DocumentWriter(output, facts.dtype, vocab_size=facts.vocab_size, special_tokens=facts.special_tokens,
                             deduplicate=facts.deduplicate, steps=steps, is_shard=False, files=_input_files(shards),
                             state=None)
@@ -195,7 +174,7 @@ def _write(output: PartialOutput, facts: DataFacts, steps: Sequence[DocumentStep
     check_not_empty(writer, shards[0].prefix)
     meta = complete_output(output, writer, facts, steps)
     writer.close()
-    return PreparedData.of(meta)
+    return meta
 
 
 def _input_files(shards: Sequence[ShardFiles]) -> list[InputFile]:

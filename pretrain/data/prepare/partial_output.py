@@ -133,21 +133,22 @@ def file_of_step(name: str) -> str:
     return f"{name}.step"
 
 
+def _stored(out: str) -> dict[str, Any]:
+    try:
+        return read_object(partial_path(out) / _STATE)
+    except (OSError, ValueError):
+        return {}
+
+
 def read_state(out: str) -> dict[str, Any] | None:
     """Return the state of an earlier preparation that was stopped; None if there is none that can be resumed."""
-    try:
-        state = read_object(partial_path(out) / _STATE)
-    except (OSError, ValueError):
-        return None
+    state = _stored(out)
     return state if state.get("version") == _VERSION else None
 
 
 def is_of_other_version(out: str) -> bool:
     """Return whether another version of this program was stopped here, whose state this one cannot resume."""
-    try:
-        return read_object(partial_path(out) / _STATE).get("version") != _VERSION
-    except (OSError, ValueError):
-        return False
+    return _stored(out).get("version", _VERSION) != _VERSION
 
 
 def _lock_folder(folder: Path) -> int:

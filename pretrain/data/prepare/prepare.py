@@ -38,16 +38,14 @@ from pretrain.data.prepare.partial_output import (
 from pretrain.data.prepare.shards import (
     Shard,
     check_count,
-    check_files,
+    complete_shard,
     facts_of_shards,
     place_in_inputs,
-    read_record,
     record_bytes,
     shard_record,
 )
-from pretrain.data.prepare.summary import read_summary
 from pretrain.data.prepare.text_quality import sampled_fractions
-from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
+from pretrain.data.prepare.tokenize_batch import TokenizeBatch, TokenizeSettings
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
 from pretrain.data.text_inputs.find import Inputs, find_inputs
@@ -60,9 +58,8 @@ from pretrain.data.token_files.index_file import dtype_for_vocab
 from pretrain.data.token_files.writer import ENDINGS, SHARD_ENDINGS, existing_file, rename_files
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
-from pretrain.paths import check_folder, write_synced
+from pretrain.paths import check_folder, write_synced, writing
 from pretrain.progress import ProgressBar
-from pretrain.stored_json import read_object
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     check_folder(Path(out).absolute().parent, "--out")
     loaded = load_tokenizer(tokenizer)
     job = _Job(found, loaded, out, settings, shard, command)
-    if shard is not None and not overwrite and (meta := _complete_shard(out, shard, job.facts)):
+    if shard is not None and not overwrite and (meta := complete_shard(out, shard, job.facts)):
         say(f"{out} is complete already, with these inputs and settings")
         return meta
     state = _resumable_state(out, job.facts.record, overwrite=overwrite)
@@ -148,23 +145,6 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
     return state
 
 
-def _complete_shard(prefix: str, shard: Shard, facts: DataFacts) -> PreparedData | None:
-    """Return the .meta.json of a shard that was made before from the same inputs with the same settings.
-
-    So the jobs of all shards can be started again, and only what is missing is made.
-    """
-    try:
-        record = read_record(prefix)
-        may_skip = facts.record["skip_errors"] or record.statistics["skipped"] == 0
-        is_same = record.facts.of_all_shards() == facts.of_all_shards() and may_skip
-        if not is_same or isinstance(check_files(prefix, shard, record), str):
-            return None
-        read_summary(prefix)  # the command prints it
-        return PreparedData.of(read_object(Path(f"{prefix}.meta.json")))
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 class _Job:
     """A preparation: inputs, tokenizer and settings that have been checked."""
 
@@ -193,7 +173,7 @@ class _Job:
             dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record,
             sources=describe_sources(inputs, record["inputs"]),
             deduplicate=settings.deduplicate or any(step.exact_duplicates == "remove" for step in self._steps),
-            states={step.name: copy.deepcopy(step.state) for step in self._steps},
+            states={step.name: step.state for step in self._steps},
             columns={step.name: list(step.column) for step in self._steps if step.column is not None},
             commits=dict(inputs.commits))
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
@@ -203,7 +183,7 @@ class _Job:
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
             seconds_between_states: float | None) -> PartialOutput:
         """Write everything into the partial output. Raises ConfigError."""
-        try:
+        with writing(f"--out {self._out}", "remove the reason, and give the same command again"):
             of_steps = [file_of_step(step.name) for step in self._steps if step.has_file]
             output = PartialOutput(self._out, state, seconds_between_states=seconds_between_states,
                                    more_files=of_steps if self._shard is None else [DOCUMENTS])
@@ -213,9 +193,6 @@ class _Job:
             except BaseException as error:
                 self._close(output, error)
                 raise
-        except OSError as error:
-            raise ConfigError(f"--out {self._out}", problem=f"the files cannot be written: {error.strerror or error}",
-                              remedy="remove the reason, and give the same command again") from None
         return output
 
     def _close(self, output: PartialOutput, error: BaseException) -> None:
@@ -240,7 +217,7 @@ class _Job:
         total = self._part.num_bytes
         batches = read_batches(self._part.files, self._settings.read, place, continues=writer.is_inside_document,
                                copies=output.path)
-        results = map_in_order(functools.partial(make_tokenize, self._tokenize), batches,
+        results = map_in_order(functools.partial(TokenizeBatch, self._tokenize), batches,
                                self._num_workers(workers, total - done_bytes))
 
         def save() -> None:

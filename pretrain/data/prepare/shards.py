@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.prepare.complete import DataFacts
+from pretrain.data.prepare.complete import DataFacts, PreparedData
 from pretrain.data.prepare.document_step import InputFile, row_type
 from pretrain.data.prepare.partial_output import DOCUMENTS
-from pretrain.data.prepare.summary import Statistics
+from pretrain.data.prepare.summary import Statistics, read_summary
 from pretrain.data.text_inputs.parts import Part
 from pretrain.data.token_files.hashes import DataHashes, hash_file, hashes_path, read_hashes
 from pretrain.errors import ConfigError
@@ -167,6 +167,24 @@ def shards_in_folder(out: str) -> list[Shard]:
     return sorted(found)
 
 
+def named_shards(out: str, prefixes: Sequence[str]) -> list[str] | None:
+    """Return the prefixes of the shards to merge into `out`: those in `prefixes`, or if it is empty, those in out's
+    folder. Returns None if `prefixes` are other data sets. Raises ConfigError for a mixture of both, and for none.
+    """
+    if not prefixes:
+        found = [shard.prefix(out) for shard in shards_in_folder(out)]
+        if not found:
+            raise ConfigError(out, problem=f"there are no shards {out}.shard-*", remedy="make them with `ds-pretrain "
+                              "prepare --shard i/n`, or name the data sets to merge after OUT")
+        return found
+    others = [prefix for prefix in prefixes if shard_of(prefix) is None]
+    shards = [prefix for prefix in prefixes if shard_of(prefix) is not None and record_path(prefix).exists()]
+    if shards and others:
+        raise ConfigError(others[0], problem=f"it is no shard of a preparation, and {shards[0]} is one",
+                          remedy="merge the shards first")
+    return list(prefixes) if shards else None
+
+
 def facts_of_shards(out: str, shard: Shard, *, overwrite: bool) -> DataFacts | None:
     """Return the facts of a complete shard of `out`, so that `shard` reads the same commits; None if there is none.
 
@@ -247,3 +265,20 @@ def check_files(prefix: str, shard: Shard, record: ShardRecord) -> ShardFiles | 
     except (ValueError, TypeError, KeyError) as error:
         return f"a file of {prefix} is damaged: {error}"
     return ShardFiles(prefix, record, hashes)
+
+
+def complete_shard(prefix: str, shard: Shard, facts: DataFacts) -> PreparedData | None:
+    """Return the .meta.json of a shard that was made before from the same inputs with the same settings.
+
+    So the jobs of all shards can be started again, and only what is missing is made.
+    """
+    try:
+        record = read_record(prefix)
+        may_skip = facts.record["skip_errors"] or record.statistics["skipped"] == 0
+        is_same = record.facts.of_all_shards() == facts.of_all_shards() and may_skip
+        if not is_same or isinstance(check_files(prefix, shard, record), str):
+            return None
+        read_summary(prefix)  # the command prints it
+        return PreparedData.of(read_object(Path(f"{prefix}.meta.json")))
+    except (OSError, ValueError, KeyError):
+        return None

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,15 +92,11 @@ class TokenizedBatch:
                          {name: values[:size] for name, values in self.values.items()})
 
 
-def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatch | ConfigError]:
-    """Load the tokenizer, and return the function that tokenizes a batch, or returns why a document cannot be read."""
-    return _Worker(settings).tokenize
-
-
-class _Worker:
-    """The tokenizer and the functions of the steps, in a worker process."""
+class TokenizeBatch:
+    """The work of a worker process: tokenizes batches."""
 
     def __init__(self, settings: TokenizeSettings) -> None:
+        """Load the tokenizer. Raises ConfigError."""
         self.settings = settings
         self.tokenizer = tokenizer = load_tokenizer(settings.tokenizer)
         self.encode: Encode = lambda texts, is_document: tokenizer.encode_batch(texts)
@@ -110,7 +106,7 @@ class _Worker:
         self.empty_rows = [np.asarray(step.measure([""]))[0] for step in self.measured]
         """rows of a document before its first text"""
 
-    def tokenize(self, batch: Batch) -> TokenizedBatch | ConfigError:
+    def __call__(self, batch: Batch) -> TokenizedBatch | ConfigError:
         """Tokenize a batch, or return why a document cannot be read."""
         builder = _Builder(self, continues=batch.continues)
         begins, divided = not batch.continues, 0
@@ -142,12 +138,12 @@ class _Worker:
                 content = [text for text, *_ in group if isinstance(text, str)]
                 tokens, ends = self.encode(content, is_document)
                 columns = [np.asarray(step.measure(content)) for step in self.measured]
-                numbers = iter(range(len(content)))
+                numbers, bounds = iter(range(len(content))), [0, *ends.tolist()]
                 for text, place, is_end in group:
                     if isinstance(text, str):
                         number = next(numbers)
-                        start, stop = ends[number - 1] if number else 0, ends[number]
-                        yield text, tokens[start:stop], place, is_end, [values[number] for values in columns]
+                        rows = [values[number] for values in columns]
+                        yield text, tokens[bounds[number] : bounds[number + 1]], place, is_end, rows
                     else:
                         yield text, tokens[:0], place, is_end, []
                 group, is_document, size = [], [], 0
@@ -193,7 +189,7 @@ def text_bytes(text: str) -> int:
 class _Builder:
     """Collects the tokens of a batch."""
 
-    def __init__(self, worker: _Worker, *, continues: bool) -> None:
+    def __init__(self, worker: TokenizeBatch, *, continues: bool) -> None:
         self._worker, self._settings = worker, worker.settings
         self._parts: list[Sequence[int] | npt.NDArray[Any]] = []
         self._size = 0

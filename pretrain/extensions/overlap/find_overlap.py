@@ -29,6 +29,7 @@ from pretrain.extensions.overlap.evaluation_sets import EvaluationSet, find_toke
 from pretrain.extensions.overlap.ngrams import index_ngrams
 from pretrain.extensions.overlap.report import SetReport, report_json, report_lines, report_set
 from pretrain.extensions.overlap.search import Overlap, search
+from pretrain.paths import writing
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,13 @@ def remove_overlap(result: OverlapResult, output: str, advance: Advance) -> Inde
         "max_documents": result.overlap.most_documents, "removed_documents": len(removed),
         "against": [{"name": found.name if not Path(found.name).exists() else str(Path(found.name).absolute()),
                      "documents": len(found.ends), "tokens_sha256": _sha256(found)} for found in result.sets]}]
-    try:
-        with CopyWriter(output, train.dtype) as writer:
-            for first, last in ranges(0, train.num_documents, CHUNK_DOCUMENTS):
-                choice = np.zeros(last - first, np.int8)
-                low, high = np.searchsorted(removed, [first, last]).tolist()
-                choice[removed[low:high] - first] = -1
-                copy_chosen(train, first, choice, [writer], advance)
-            writer.finalize(meta_of(train) | earlier | {"without_overlap": removals})
-    except OSError as error:
-        raise ConfigError("--out", problem=f"the files cannot be written: {error}") from None
+    with writing("--out"), CopyWriter(output, train.dtype) as writer:
+        for first, last in ranges(0, train.num_documents, CHUNK_DOCUMENTS):
+            choice = np.zeros(last - first, np.int8)
+            low, high = np.searchsorted(removed, [first, last]).tolist()
+            choice[removed[low:high] - first] = -1
+            copy_chosen(train, first, choice, [writer], advance)
+        writer.finalize(meta_of(train) | earlier | {"without_overlap": removals})
     return writer
 
 

@@ -14,9 +14,9 @@ import pytest
 from tiktoken._educational import bpe_train
 
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
+from pretrain.data.prepare.merge_shards import merge_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
-from pretrain.data.prepare.shards import Shard
+from pretrain.data.prepare.shards import Shard, named_shards
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.hub_dataset import DatasetName

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
+from pretrain.data.prepare.merge_shards import merge_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.text_inputs.chunk import LONG_BYTES, ReadSettings
 from tests.data.prepare.helpers import TEXTS as SHORT

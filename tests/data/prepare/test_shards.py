@@ -20,9 +20,9 @@ import pretrain.data.prepare.tokenize_batch
 import pretrain.data.text_inputs.json_lines
 import pretrain.data.text_inputs.parts
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
+from pretrain.data.prepare.merge_shards import merge_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
-from pretrain.data.prepare.shards import Shard, parse_shard
+from pretrain.data.prepare.shards import Shard, named_shards, parse_shard
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.tokenizers.tokenizer import Tokenizer

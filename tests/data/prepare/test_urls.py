@@ -19,9 +19,9 @@ import pretrain.data.text_inputs.reader
 import pretrain.remote
 from pretrain.commands.new.answers import data_of
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
+from pretrain.data.prepare.merge_shards import merge_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
-from pretrain.data.prepare.shards import Shard
+from pretrain.data.prepare.shards import Shard, named_shards
 from pretrain.data.text_inputs.block_reader import CopiedReader
 from pretrain.data.text_inputs.formats import HEAD_BYTES
 from pretrain.data.text_inputs.url_files import StoredFile
