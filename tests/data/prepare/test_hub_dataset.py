@@ -17,6 +17,7 @@ import pytest
 
 from pretrain.data.prepare.merge_shards import merge_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
+from pretrain.data.prepare.shards import named_shards
 from pretrain.data.text_inputs.chunk import LONG_BYTES, ReadSettings
 from tests.data.prepare.helpers import TEXTS as SHORT
 from tests.data.prepare.hub_jobs import ROOT, Jobs, hub_jobs
