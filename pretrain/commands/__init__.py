@@ -27,7 +27,7 @@ COMMANDS = {
     "tokenizer": Command(_DATA, "train a SentencePiece tokenizer", f"{_HERE}.prepare", "tokenizer_main"),
     "prepare": Command(_DATA, "tokenize text into token files (.bin and .idx)", f"{_HERE}.prepare", "prepare_main",
                        is_extensible=True),
-    "data": Command(_DATA, "verify, merge and split token files", f"{_HERE}.data", is_extensible=True),
+    "data": Command(_DATA, "describe and verify token files, and more", f"{_HERE}.data", is_extensible=True),
     "summary": Command(_AFTER, "progress and losses of a run", "pretrain.analysis.summary"),
     "evaluate": Command(_AFTER, "loss, bits per byte, and tasks of lm-eval", f"{_HERE}.evaluate"),
     "generate": Command(_AFTER, "generate text", f"{_HERE}.generate"),

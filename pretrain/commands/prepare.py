@@ -110,8 +110,8 @@ def _prepare_parser() -> Parser:
                         help="leave out documents whose tokens are exactly those of an earlier document")
     parser.add_argument("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
     parser.add_argument("--shard", type=text, metavar="I/N",
-                        help="on one of several machines: prepare only part I of N parts, from 0 to N-1, for "
-                        "`ds-pretrain data merge OUT`. slurm, or slurm/N: the task of an array job of SLURM")
+                        help="on one of several machines: prepare only part I of N parts, from 0 to N-1, which can be "
+                        "merged afterwards. slurm, or slurm/N: the task of an array job of SLURM")
     extend_parser("prepare", parser)
     return parser
 

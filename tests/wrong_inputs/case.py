@@ -84,8 +84,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "data hash": ["{world}/foreign"],
     "data verify": ["{world}/corpus"],
     "data info": ["{world}/corpus"],
-    "data merge": ["{world}/out", "{world}/corpus", "{world}/foreign"],
-    "data split": ["{world}/corpus", "--proportions", "9,1", "--out", "{world}/out", "{world}/other"],
     "inspect documents": ["{world}/corpus"],
     "inspect step": ["{world}/done", "1"],
     "tokenizer": ["{world}/text.txt", "--out", "{world}/out"],

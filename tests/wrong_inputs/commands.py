@@ -59,12 +59,8 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("tokenizer",), "RIGHT --out PATH", _NO_NEW_FOLDER, _NAME),
     (("corpus",), "PATH", _NO_NEW_FOLDER, _NAME),
     (("prepare",), "RIGHT --out PATH", _NO_PREFIX, "--out"),
-    (("data split",), "{world}/corpus --documents rest --out PATH", _NO_PREFIX, "--out"),
-    (("data merge",), "PATH {world}/corpus", _NO_PREFIX, _NAME),
     (("data hash", "data verify", "data info", "inspect documents"), "PATH",
      _NO_DATA, _NAME),
-    (("data split",), "PATH REST", _NO_DATA, _NAME),
-    (("data merge",), "{world}/out PATH {world}/foreign", _NO_DATA, _NAME),
     *((("compare",), f"RIGHT {flag} PATH", {**_NO_FILE, "folder": "{world}/nvme"}, flag)
       for flag in ("--json", "--csv", "--write")),
     (("compare",), "RIGHT --plot PATH.html", _NO_FILE, "--plot"),
@@ -102,8 +98,6 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
      "done: this is a run folder", {}),
     *(("data verify", "{world}/corpus", "corpus.sha256.json", {"corpus.sha256.json": content})
       for content in (b"{", b"[]", b"\xff", b"[" * DEEP)),
-    *(("data split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})
-      for flag in ("--proportions", "--documents") for sizes in ("2", "1,x", "1,1,1")),
     # weights
     ("import", "RIGHT", "config.json: model_type", {"hf/config.json": b'{"model_type": "t5"}'}),
     ("import", "RIGHT", "this safetensors file is damaged", {

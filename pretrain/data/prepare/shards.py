@@ -3,8 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,24 +167,6 @@ def shards_in_folder(out: str) -> list[Shard]:
     return sorted(found)
 
 
-def named_shards(out: str, prefixes: Sequence[str]) -> list[str] | None:
-    """Return the prefixes of the shards to merge into `out`: those in `prefixes`, or if it is empty, those in out's
-    folder. Returns None if `prefixes` are other data sets. Raises ConfigError for a mixture of both, and for none.
-    """
-    if not prefixes:
-        found = [shard.prefix(out) for shard in shards_in_folder(out)]
-        if not found:
-            raise ConfigError(out, problem=f"there are no shards {out}.shard-*", remedy="make them with `ds-pretrain "
-                              "prepare --shard i/n`, or name the data sets to merge after OUT")
-        return found
-    others = [prefix for prefix in prefixes if shard_of(prefix) is None]
-    shards = [prefix for prefix in prefixes if shard_of(prefix) is not None and record_path(prefix).exists()]
-    if shards and others:
-        raise ConfigError(others[0], problem=f"it is no shard of a preparation, and {shards[0]} is one",
-                          remedy="merge the shards first")
-    return list(prefixes) if shards else None
-
-
 def facts_of_shards(out: str, shard: Shard, *, overwrite: bool) -> DataFacts | None:
     """Return the facts of a complete shard of `out`, so that `shard` reads the same commits; None if there is none.
 
@@ -206,26 +188,6 @@ def check_count(out: str, shard: Shard) -> None:
         count = others[0].count
         raise ConfigError(f"--shard {shard}", problem=f"{record_path(others[0].prefix(out))} is one of {count} shards",
                           remedy=f"give --shard i/{count}, or remove the shards of the other number")
-
-
-def read_records(prefixes: Sequence[str]) -> tuple[dict[Shard, ShardRecord], dict[Shard, str]]:
-    """Read the records of shards. Return them, and the reasons why others cannot be read.
-
-    Equal facts become one object: the list of inputs is long.
-    """
-    records: dict[Shard, ShardRecord] = {}
-    reasons: dict[Shard, str] = {}
-    facts: DataFacts | None = None
-    for prefix in prefixes:
-        named = shard_of(prefix)
-        assert named is not None, f"{prefix} is no name of a shard"
-        try:
-            record = read_record(prefix)
-            facts = facts or record.facts
-            records[named[1]] = replace(record, facts=facts) if record.facts == facts else record
-        except (OSError, ValueError) as error:
-            reasons[named[1]] = f"{record_path(prefix)}: {reason_of(error)}"
-    return records, reasons
 
 
 @dataclass(frozen=True)

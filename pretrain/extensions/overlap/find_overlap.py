@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.data_spec import absolute_words
-from pretrain.data.merge_split import (
+from pretrain.data.copy_documents import (
     CHUNK_DOCUMENTS,
     MERGED_FROM,
     CopyWriter,
@@ -18,6 +17,7 @@ from pretrain.data.merge_split import (
     meta_of,
     provenance,
 )
+from pretrain.data.data_spec import absolute_words
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.index_file import ranges

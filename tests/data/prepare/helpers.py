@@ -6,11 +6,15 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
+from pretrain.data.prepare.document_step import DocumentStep
+from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 
@@ -68,6 +72,23 @@ def documents(prefix: Path, tokenizer: Tokenizer, *, bos: int | None = None, eod
 def output(prefix: Path) -> dict[str, bytes]:
     """Return the files of a prepared data set, apart from PREFIX.sha256.json, which has modification times."""
     return {ending: Path(f"{prefix}.{ending}").read_bytes() for ending in ENDINGS if ending != "sha256.json"}
+
+
+def content(out: Path) -> dict[str, bytes]:
+    """Return the files of a data set; of .sha256.json all but the modification times, which are checked here."""
+    hashes = read_hashes(hashes_path(out))
+    assert hashes is not None
+    assert hashes.describes_bin(Path(f"{out}.bin").stat())
+    assert hashes.describes_idx(Path(f"{out}.idx").stat())
+    return {**output(out), "sha256.json": repr((hashes.sha256, hashes.blocks, hashes.idx_sha256)).encode()}
+
+
+def merge_shards_of(out: Path | str, *, steps: Sequence[DocumentStep] | None = None, overwrite: bool = False) -> None:
+    """Merge the shards of a preparation. Skips the test if the extension that does so is not there."""
+    found = pytest.importorskip("pretrain.extensions.merge_split.open_shards")
+    merge = pytest.importorskip("pretrain.extensions.merge_split.merge_shards").merge_shards
+    merge(str(out), found.open_shards(found.named_shards(str(out), [])), steps=steps, overwrite=overwrite,
+          advance=lambda count, note: None)
 
 
 def run_tool(*words: str, **options: str) -> subprocess.CompletedProcess[str]:

@@ -14,18 +14,16 @@ import pytest
 from tiktoken._educational import bpe_train
 
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare.merge_shards import merge_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
-from pretrain.data.prepare.shards import Shard, named_shards
+from pretrain.data.prepare.shards import Shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.tiktoken_encodings import ENCODINGS
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
-from tests.data.prepare.helpers import SOURCES, edited, sentence
+from tests.data.prepare.helpers import SOURCES, content, edited, merge_shards_of, sentence
 from tests.data.prepare.steps import Length, Shout
 from tests.data.prepare.test_resume import in_child, kill_at_call
-from tests.data.prepare.test_shards import content
 from tests.data.prepare.urls import put_folder
 from tests.support.stores import s3_server
 
@@ -102,8 +100,7 @@ def test_merged_shards_of_any_source(source: str, exact: str, corpus: Path, parq
         make()
         make()  # it is complete
         assert json.loads(Path(f"{shard.prefix(out)}.meta.json").read_text())["num_documents"] > 20  # files are divided
-    shards = open_shards(named_shards(out, []) or [])
-    merge_shards(out, shards, steps=settings.steps, overwrite=False, advance=lambda count, note: None)
+    merge_shards_of(out, steps=settings.steps)
     merged = content(tmp_path / "out")
     assert [name for name in expected if merged[name] != expected[name]] == []
 
@@ -132,8 +129,7 @@ def test_all_flags_and_kills(kind: str, corpus: Path, parquet: Path, special_tok
     assert content(tmp_path / "out") == expected
     for index in range(2):
         make(f"{out}2", Shard(index, 2))
-    merge_shards(f"{out}2", open_shards(named_shards(f"{out}2", []) or []), steps=settings.steps, overwrite=False,
-                 advance=lambda count, note: None)
+    merge_shards_of(f"{out}2", steps=settings.steps)
     assert content(tmp_path / "out2") == expected
 
 

@@ -18,7 +18,6 @@ import pretrain.data.text_inputs.reader
 import pretrain.extensions.near_duplicates.near_duplicates
 from pretrain.data.prepare import hash_tables
 from pretrain.data.prepare.document_step import ORIGIN
-from pretrain.data.prepare.merge_shards import merge_shards, open_shards
 from pretrain.data.prepare.partial_output import AppendFile
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
@@ -30,7 +29,7 @@ from pretrain.extensions.near_duplicates import signatures
 from pretrain.extensions.near_duplicates.near_duplicates import RECORD, NearDuplicates, band_size, make_records
 from pretrain.extensions.near_duplicates.signatures import NUM_VALUES, shingles, sign
 from pretrain.extensions.near_duplicates.step import NearDuplicateStep
-from tests.data.prepare.helpers import SOURCES, documents, edited, jsonl, output, run_tool, sentence
+from tests.data.prepare.helpers import SOURCES, documents, edited, jsonl, merge_shards_of, output, run_tool, sentence
 from tests.data.prepare.test_resume import in_child, kill_at_call
 
 
@@ -238,8 +237,7 @@ def test_shards_give_the_bytes_of_one_machine(tmp_path: Path, tokenizer: Tokeniz
         for shard in shards:
             prepare(inputs, tokenizer=str(tokenizer.path), out=str(out), settings=settings, workers=1, shard=shard)
             assert read_summary(shard.prefix(str(out)))["near_duplicates"] is None
-        merge_shards(str(out), open_shards([shard.prefix(str(out)) for shard in shards]), overwrite=False,
-                     steps=settings.steps, advance=lambda count, note: None)
+        merge_shards_of(out, steps=settings.steps)
         assert output(out) == expected
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.merge_split import provenance
+from pretrain.data.copy_documents import provenance
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta

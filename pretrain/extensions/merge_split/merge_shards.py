@@ -6,7 +6,6 @@ counted and left out, and the statistics are computed, by the same code.
 
 import copy
 import hashlib
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,15 +19,10 @@ from pretrain.active_extensions import document_steps
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
 from pretrain.data.prepare.document_step import DocumentStep, InputFile, row_type
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.input_record import changed_input
 from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, file_of_step, partial_path, read_state
 from pretrain.data.prepare.shards import (
-    Shard,
     ShardFiles,
     ShardRecord,
-    check_files,
-    read_records,
-    record_path,
     shard_of,
 )
 from pretrain.data.prepare.summary import Statistics
@@ -37,85 +31,13 @@ from pretrain.data.token_files.hashes import BLOCK_BYTES
 from pretrain.data.token_files.index_file import HEADER, LENGTH_DTYPE
 from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.writer import existing_file, rename_files
-from pretrain.errors import ConfigError, counted, shorten
+from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.merge_split.open_shards import not_complete
 from pretrain.paths import check_folder, check_space, writing
 
 _MOST_DOCUMENTS = 1 << 14  # in a batch
 _MOST_TOKENS = 1 << 20  # in a batch; a longer document is divided
-_MOST_NAMED = 10  # shards in a message
 _OF_PARTS = row_type({}).names or ()  # columns of the rows that each part of a long document has
-
-
-def open_shards(prefixes: Sequence[str]) -> list[ShardFiles]:
-    """Return all shards of a preparation, in order. Raises ConfigError.
-
-    The error names the shards that are missing, damaged, or of other inputs or settings, and the command that makes
-    them again.
-    """
-    named = [shard_of(prefix) for prefix in prefixes]
-    assert all(named), "names of shards"
-    outs, shards = [entry[0] for entry in named if entry], [entry[1] for entry in named if entry]
-    counts = sorted({shard.count for shard in shards})
-    if len(counts) > 1:
-        raise ConfigError(prefixes[0], problem=f"there are shards of {' and of '.join(map(str, counts))}",
-                          remedy="name the shards of one number, or remove the others")
-    repeated, times = Counter(shards).most_common(1)[0]
-    if times > 1:
-        raise ConfigError(prefixes[shards.index(repeated)], problem=f"shard {repeated} is given twice")
-    records, problems = read_records(prefixes)
-    found: dict[Shard, ShardFiles] = {}
-    for prefix, shard in zip(prefixes, shards, strict=True):
-        if (record := records.get(shard)) is not None:
-            checked = check_files(prefix, shard, record)
-            if isinstance(checked, str):
-                problems[shard] = checked
-            else:
-                found[shard] = checked
-    for shard in sorted({Shard(index, counts[0]) for index in range(counts[0])} - set(shards)):
-        if record_path(shard.prefix(outs[0])).exists():
-            raise ConfigError(shard.prefix(outs[0]), problem="it is not named, and the other shards need it",
-                              remedy="name all shards after OUT, or none of them")
-        is_begun = partial_path(shard.prefix(outs[0])).exists()
-        problems[shard] = "it is not complete: it was stopped, or is being made" if is_begun else "it does not exist"
-    if problems:
-        raise _not_complete(problems, outs[0], records)
-    ordered = [found[shard] for shard in sorted(found)]
-    _check_same(ordered)
-    return ordered
-
-
-def _not_complete(problems: dict[Shard, str], out: str, records: dict[Shard, ShardRecord]) -> ConfigError:
-    """Return the error for shards of `out` that must be made again."""
-    wrong = sorted(problems)
-    listed = [f"shard {shard}: {problems[shard]}" for shard in wrong[:_MOST_NAMED]]
-    more = [f"{len(wrong) - _MOST_NAMED} more"] * (len(wrong) > _MOST_NAMED)
-    command = next((record.command for record in records.values() if record.command), None)
-    again = "give the command that made the others, with --shard "
-    if command is not None:
-        exists = bool(existing_file(wrong[0].prefix(out)))
-        again = f"run `{_command(command, wrong[0], overwrite=exists)}`"
-        again += ", and the same with --shard " * (len(wrong) > 1)
-    numbers = [str(shard) for shard in wrong[command is not None : _MOST_NAMED]]
-    return ConfigError(f"{counted(len(wrong), 'shard')} of {wrong[0].count}", problem="; ".join([*listed, *more]),
-                       remedy=again + ", ".join(numbers))
-
-
-def _command(words: Sequence[str], shard: Shard, *, overwrite: bool) -> str:
-    return shlex.join(["ds-pretrain", "prepare", *words, "--shard", str(shard), *["--overwrite"] * overwrite])
-
-
-def _check_same(shards: Sequence[ShardFiles]) -> None:
-    """Raise ConfigError if two shards have other inputs or settings."""
-    first = shards[0]
-    for shard in shards[1:]:
-        ours, theirs = first.record.facts.of_all_shards(), shard.record.facts.of_all_shards()
-        different = [name for name, value in ours.items() if theirs.get(name) != value]
-        if "inputs" in different:
-            different[different.index("inputs")] = changed_input(ours["inputs"], theirs["inputs"])
-        if different:
-            command = _command(first.record.command, shard.record.shard, overwrite=True)
-            raise ConfigError(shard.prefix, problem=f"it was not made as {first.prefix} was; different: "
-                              f"{', '.join(different)}", remedy=f"if the other one is right, run `{command}`")
 
 
 def steps_of_shards(shards: Sequence[ShardFiles]) -> list[DocumentStep]:
@@ -283,7 +205,7 @@ class _Tokens:
         number = (self._position - 1) // BLOCK_BYTES
         if self._digest.hexdigest() != self._shard.hashes.blocks[number]:
             shard, (out, _) = self._shard.record.shard, shard_of(self._shard.prefix) or ("", None)
-            raise _not_complete({shard: f"{self._file.name} is damaged in block {number} of 16 MiB"}, out,
+            raise not_complete({shard: f"{self._file.name} is damaged in block {number} of 16 MiB"}, out,
                                 {shard: self._shard.record})
         self._digest = hashlib.sha256()
 
