@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, file_
 from pretrain.data.prepare.summary import SourceCounts, Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch
 from pretrain.data.token_files.hashes import BLOCK_BYTES, hash_block
+
+if TYPE_CHECKING:
+    from pretrain.data.prepare.complete import DataFacts
 
 _READ_BYTES = 1 << 20
 _LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
@@ -43,14 +46,10 @@ class OpenDocument:
 class DocumentWriter:
     """Writes documents into a PartialOutput. `state` and `DocumentWriter(..., state=...)` resume it."""
 
-    def __init__(self, output: PartialOutput, dtype: npt.DTypeLike, *, vocab_size: int, special_tokens: int,
-                 deduplicate: bool, steps: Sequence[DocumentStep], is_shard: bool, files: Sequence[InputFile],
-                 state: dict[str, Any] | None) -> None:
-        """special_tokens: number of tokens (BOS, EOD) that each document has besides the tokens of its text.
-
-        steps: in their order; in a shard, they keep all documents. files: all inputs, by their numbers.
-        """
-        self.statistics = Statistics(np.zeros(vocab_size, np.int64),
+    def __init__(self, output: PartialOutput, facts: "DataFacts", steps: Sequence[DocumentStep],
+                 files: Sequence[InputFile], *, is_shard: bool = False, state: dict[str, Any] | None = None) -> None:
+        """steps: in their order; in a shard, they keep all documents. files: all inputs, by their numbers."""
+        self.statistics = Statistics(np.zeros(facts.vocab_size, np.int64),
                                      sources={file.source: SourceCounts() for file in files})
         self._input_files, self._steps, self._is_shard = files, steps, is_shard
         self._source_names = list(self.statistics.sources)
@@ -64,8 +63,8 @@ class DocumentWriter:
             self._counts_duplicates = state["counts_duplicates"]
             for step in steps:
                 step.state = state["steps"][step.name]
-        self._output, self._files, self._dtype = output, output.files, np.dtype(dtype).newbyteorder("<")
-        self._special_tokens, self._deduplicate = special_tokens, deduplicate
+        self._output, self._files, self._dtype = output, output.files, np.dtype(facts.dtype).newbyteorder("<")
+        self._special_tokens, self._deduplicate = facts.special_tokens, facts.deduplicate
         self._columns = {step.name: step.column for step in steps if step.column is not None}
         self._seen: SeenDigests | None = None
         if self._counts_duplicates:

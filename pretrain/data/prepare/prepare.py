@@ -40,9 +40,7 @@ from pretrain.data.prepare.shards import (
     check_count,
     complete_shard,
     facts_of_shards,
-    place_in_inputs,
-    record_bytes,
-    shard_record,
+    write_record,
 )
 from pretrain.data.prepare.text_quality import sampled_fractions
 from pretrain.data.prepare.tokenize_batch import TokenizeBatch, TokenizeSettings
@@ -58,7 +56,7 @@ from pretrain.data.token_files.index_file import dtype_for_vocab
 from pretrain.data.token_files.writer import ENDINGS, SHARD_ENDINGS, existing_file, rename_files
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
-from pretrain.paths import check_folder, write_synced, writing
+from pretrain.paths import check_folder, writing
 from pretrain.progress import ProgressBar
 
 
@@ -205,11 +203,9 @@ class _Job:
                 error.remedy = f"the work so far is kept in {output.path}: the same command continues it"
 
     def _write(self, output: PartialOutput, state: dict[str, Any] | None, workers: int | None) -> None:
-        writer = DocumentWriter(output, self._tokenize.dtype, vocab_size=self.facts.vocab_size,
-                                special_tokens=self._tokenize.special_tokens,
-                                deduplicate=self.facts.deduplicate,
-                                steps=self._steps, is_shard=self._shard is not None,
-                                files=[InputFile.of(found) for found in self._inputs.files], state=state)
+        writer = DocumentWriter(output, self.facts, self._steps,
+                                [InputFile.of(found) for found in self._inputs.files],
+                                is_shard=self._shard is not None, state=state)
         place, done_bytes, lines = FIRST_PLACE, 0, 0
         if state is not None:
             place, done_bytes = Place(state["input"], Position(*state["position"])), state["done_bytes"]
@@ -264,12 +260,9 @@ class _Job:
         check_unchanged(self._inputs.files, self.facts.record["inputs"])
         meta = complete_output(output, writer, self.facts, self._steps)
         if self._shard is not None:
-            documents_sha256 = hash_file(output.files[DOCUMENTS].descriptor, after_chunk=lambda: None)
-            record = shard_record(
-                self._shard, self.facts, statistics={**writer.statistics.to_json(), "token_counts": []},
-                documents_sha256=documents_sha256, command=list(self._command),
-                files=[InputFile.of(found) for found in self._part.files], **place_in_inputs(self._part, lines))
-            write_synced(output.data_files["shard.json"], record_bytes(record))
+            write_record(output.data_files["shard.json"], self._shard, self.facts, self._part, last_lines=lines,
+                         statistics={**writer.statistics.to_json(), "token_counts": []}, command=list(self._command),
+                         documents_sha256=hash_file(output.files[DOCUMENTS].descriptor, after_chunk=lambda: None))
         writer.close()
         output.save({**self._state(writer), "meta": meta, "finished": True})
 

@@ -15,6 +15,7 @@ from pretrain.data.prepare.summary import Statistics, read_summary
 from pretrain.data.text_inputs.parts import Part
 from pretrain.data.token_files.hashes import DataHashes, hash_file, hashes_path, read_hashes
 from pretrain.errors import ConfigError
+from pretrain.paths import write_synced
 from pretrain.stored_json import build, read_object, reason_of
 
 SLURM = "slurm"
@@ -108,28 +109,21 @@ class ShardRecord:
         return Shard(self.index, self.count)
 
 
-def shard_record(shard: Shard, facts: DataFacts, **values: Any) -> ShardRecord:
-    """Return the record of a shard that is complete."""
-    return ShardRecord(_VERSION, shard.index, shard.count, facts, **values)
-
-
-def place_in_inputs(part: Part, lines: int) -> dict[str, Any]:
-    """Return the fields of a ShardRecord about the shard's part of the inputs. lines: line ends in its last file."""
+def write_record(path: Path, shard: Shard, facts: DataFacts, part: Part, *, last_lines: int, **values: Any) -> None:
+    """Write the record of a complete shard, with a checksum. part: the shard's part of the inputs. Raises OSError."""
     first, last = (part.files[0], part.files[-1]) if part.files else (None, None)
     counts_lines = first is not None and first.kind != "parquet"
-    return {"first_file": part.first_file, "first_byte": first.start if first is not None and counts_lines else 0,
-            "first_name": first.name if first is not None else "",
-            "last_file": -1 if last is None or last.stop is None else part.last_file, "last_lines": lines}
+    record = asdict(ShardRecord(
+        _VERSION, shard.index, shard.count, facts, first_file=part.first_file,
+        first_byte=first.start if first is not None and counts_lines else 0,
+        first_name=first.name if first is not None else "",
+        last_file=-1 if last is None or last.stop is None else part.last_file, last_lines=last_lines,
+        files=[InputFile.of(found) for found in part.files], **values))
+    write_synced(path, json.dumps({"sha256": _checksum(record), "record": record}).encode())
 
 
 def record_path(prefix: str) -> Path:
     return Path(f"{prefix}.shard.json")
-
-
-def record_bytes(record: ShardRecord) -> bytes:
-    """Return the content of the record's file, with a checksum."""
-    values = asdict(record)
-    return json.dumps({"sha256": _checksum(values), "record": values}).encode()
 
 
 def _checksum(values: Any) -> str:

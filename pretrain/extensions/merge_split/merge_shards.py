@@ -81,9 +81,7 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, steps: Sequence[Docu
 
 def _write(output: PartialOutput, facts: DataFacts, steps: Sequence[DocumentStep], shards: Sequence[ShardFiles],
            advance: Advance) -> dict[str, Any]:
-    writer = DocumentWriter(output, facts.dtype, vocab_size=facts.vocab_size, special_tokens=facts.special_tokens,
-                            deduplicate=facts.deduplicate, steps=steps, is_shard=False, files=_input_files(shards),
-                            state=None)
+    writer = DocumentWriter(output, facts, steps, _input_files(shards))
     lines: Counter[int] = Counter()  # line ends of each file in the shards so far
     for shard in shards:
         lines_before = lines[shard.record.first_file] if shard.record.first_byte else 0

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pretrain.data.prepare.complete import DataFacts
 from pretrain.data.prepare.input_record import changed_input
 from pretrain.data.prepare.partial_output import partial_path
 from pretrain.data.prepare.shards import (
@@ -59,15 +58,24 @@ def open_shards(prefixes: Sequence[str]) -> list[ShardFiles]:
     repeated, times = Counter(shards).most_common(1)[0]
     if times > 1:
         raise ConfigError(prefixes[shards.index(repeated)], problem=f"shard {repeated} is given twice")
-    records, problems = _read_records(prefixes)
+    records: dict[Shard, ShardRecord] = {}
+    problems: dict[Shard, str] = {}
     found: dict[Shard, ShardFiles] = {}
     for prefix, shard in zip(prefixes, shards, strict=True):
-        if (record := records.get(shard)) is not None:
-            checked = check_files(prefix, shard, record)
-            if isinstance(checked, str):
-                problems[shard] = checked
-            else:
-                found[shard] = checked
+        try:
+            record = read_record(prefix)
+        except (OSError, ValueError) as error:
+            problems[shard] = f"{record_path(prefix)}: {reason_of(error)}"
+            continue
+        first = next(iter(records.values()), record)
+        if record.facts == first.facts:  # one object for all shards: the list of inputs is long
+            record = replace(record, facts=first.facts)
+        records[shard] = record
+        checked = check_files(prefix, shard, record)
+        if isinstance(checked, str):
+            problems[shard] = checked
+        else:
+            found[shard] = checked
     for shard in sorted({Shard(index, counts[0]) for index in range(counts[0])} - set(shards)):
         if record_path(shard.prefix(outs[0])).exists():
             raise ConfigError(shard.prefix(outs[0]), problem="it is not named, and the other shards need it",
@@ -113,23 +121,3 @@ def _check_same(shards: Sequence[ShardFiles]) -> None:
             command = _command(first.record.command, shard.record.shard, overwrite=True)
             raise ConfigError(shard.prefix, problem=f"it was not made as {first.prefix} was; different: "
                               f"{', '.join(different)}", remedy=f"if the other one is right, run `{command}`")
-
-
-def _read_records(prefixes: Sequence[str]) -> tuple[dict[Shard, ShardRecord], dict[Shard, str]]:
-    """Read the records of shards. Return them, and the reasons why others cannot be read.
-
-    Equal facts become one object: the list of inputs is long.
-    """
-    records: dict[Shard, ShardRecord] = {}
-    reasons: dict[Shard, str] = {}
-    facts: DataFacts | None = None
-    for prefix in prefixes:
-        named = shard_of(prefix)
-        assert named is not None, f"{prefix} is no name of a shard"
-        try:
-            record = read_record(prefix)
-            facts = facts or record.facts
-            records[named[1]] = replace(record, facts=facts) if record.facts == facts else record
-        except (OSError, ValueError) as error:
-            reasons[named[1]] = f"{record_path(prefix)}: {reason_of(error)}"
-    return records, reasons

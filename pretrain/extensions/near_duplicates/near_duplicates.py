@@ -7,7 +7,7 @@ one, which can always be rebuilt from the first: after a kill, and to double it.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,8 @@ class NearDuplicates:
 
         Raises OSError if the disk is full.
         """
-        found: list[NearDuplicate] = []
-        for start in range(0, len(records), _BATCH):
-            for near in self._add(records[start : start + _BATCH]):
-                found.append(NearDuplicate(start + near.index, near.earlier_input, near.earlier_line, near.similarity))
-        return found
+        return [replace(near, index=start + near.index) for start in range(0, len(records), _BATCH)
+                for near in self._add(records[start : start + _BATCH])]
 
     def close(self) -> None:
         """Delete the table."""
