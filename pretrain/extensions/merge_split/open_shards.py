@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pretrain.active_extensions import extensions
 from pretrain.data.prepare.input_record import changed_input
 from pretrain.data.prepare.partial_output import partial_path
 from pretrain.data.prepare.shards import (
@@ -106,7 +107,9 @@ def not_complete(problems: dict[Shard, str], out: str, records: dict[Shard, Shar
 
 
 def _command(words: Sequence[str], shard: Shard, *, overwrite: bool) -> str:
-    return shlex.join(["ds-pretrain", "prepare", *words, "--shard", str(shard), *["--overwrite"] * overwrite])
+    """Return the command that makes a shard, with the extensions of this command: files do not name any."""
+    named = [word for each in extensions() if each.origin.startswith("--extension ") for word in each.origin.split()]
+    return shlex.join(["ds-pretrain", *named, "prepare", *words, "--shard", str(shard), *["--overwrite"] * overwrite])
 
 
 def _check_same(shards: Sequence[ShardFiles]) -> None:
