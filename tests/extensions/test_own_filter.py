@@ -54,7 +54,7 @@ def test_the_filter(folder: Path) -> None:
     assert run(folder, "data", "merge", "parts").returncode == 0
     assert output(folder / "parts") == expected
     (folder / "parts.shard-00001-of-00002.bin").unlink()
-    again = f"run `ds-pretrain --extension letters:EXTENSION {' '.join(words)} --out parts --shard 1/2 --overwrite`"
+    again = f"Run `ds-pretrain --extension letters:EXTENSION {' '.join(words)} --out parts --shard 1/2 --overwrite`"
     assert again in run(folder, "data", "merge", "parts", "--overwrite").stderr
     assert run(folder, *words[:-1], "0.9", "--out", "parts", "--shard", "1/2", "--overwrite").returncode == 0
     assert "different: --least_letters." in run(folder, "data", "merge", "parts", "--overwrite").stderr
