@@ -66,7 +66,7 @@ class DataFacts:
     columns: dict[str, list[Any]]
     """`DocumentStep.column` of the steps that have one"""
     commits: dict[str, str] = field(default_factory=dict)
-    """of inputs on the Hub: "hf://REPOSITORY@REVISION" -> the commit that is read"""
+    """inputs on the Hub: "hf://REPOSITORY@REVISION" -> the commit that is read"""
 
     @property
     def special_tokens(self) -> int:

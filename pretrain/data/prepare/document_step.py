@@ -102,13 +102,13 @@ class DocumentStep:
     """A step of a preparation that an extension brings: see Extension.documents. Override what you need."""
 
     name = ""
-    """name of the extension"""
+    """name of the extension, or another one that no other step has: in states and shards"""
     order: ClassVar[float] = 50
-    """Steps run in this order (ties: by name): a text that an encoder changes is what the later ones get."""
+    """Steps run in this order (ties: by name): later ones get the texts and documents that the earlier ones leave."""
     column: Column | None = None
-    """what `measure` returns of a text, as `keep` gets it, and as shards store it; None: nothing is measured"""
+    """what `measure` returns of a text, with the type that `keep` gets and shards store; None: nothing is measured"""
     combine: ClassVar[np.ufunc] = np.add
-    """Combines the numbers of the parts of a document that is read in parts. Those of "" must not change others."""
+    """combines the numbers of the parts of a long document; the numbers of the text "" must not change others"""
     has_file = False
     """whether the step has a `file`"""
     exact_duplicates = ""
@@ -120,7 +120,7 @@ class DocumentStep:
         """settings: JSON values by flag. A resume and all shards must have the same ones; the summary has them."""
         self.settings = dict(settings)
         self.state: dict[str, Any] = {}
-        """JSON values, stored with the documents so far. In a merge, those that `start` has left come first."""
+        """JSON values, stored with the documents so far; a merge begins with those that `start` has left"""
         self.inputs: Sequence[InputFile] = ()
         """all inputs, by the numbers in `Documents.origins`; set before `keep`"""
         self.file: AppendFile | None = None

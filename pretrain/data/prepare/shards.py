@@ -88,7 +88,7 @@ class ShardRecord:
     first file, lines of this file are counted from `first_byte`
     """
     documents_sha256: str
-    """of the .documents"""
+    """SHA-256 of the .documents"""
     first_file: int
     """number of the first file of the shard in the list of inputs"""
     first_byte: int

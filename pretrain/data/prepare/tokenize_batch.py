@@ -42,7 +42,7 @@ class TokenizeSettings:
     steps: tuple[DocumentStep, ...] = ()
     """steps of extensions, in their order"""
     sampled_fractions: tuple[float, ...] = ()
-    """of each input: fraction of its documents whose text is measured"""
+    """fraction of the documents of each input whose text is measured"""
     first_input: int = 0
     """number of the first input, of a shard"""
 
@@ -130,7 +130,7 @@ class TokenizeBatch:
         begins: whether the first text begins a document.
         """
         group: list[_Text] = []
-        is_document = list[bool]()  # of the texts in the group: whether the text is a complete document
+        is_document = list[bool]()  # whether each text in the group is a complete document
         size = 0
         for entry in itertools.chain(texts, [None]):
             length = 0 if entry is None or isinstance(entry[0], Skipped) else len(entry[0])
@@ -206,7 +206,7 @@ class _Builder:
         self._continues, self._is_open = continues, continues
         self._start, self._first_part = self._size, len(self._parts)
         self._bytes, self._place = 0, TextPlace("", -1)
-        self._text = ""  # of a document that is read at once
+        self._text = ""  # the text of a document that is read at once
         self._rows = self._worker.empty_rows
         self._failure: tuple[str, str] | None = None
 

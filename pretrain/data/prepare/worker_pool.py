@@ -58,7 +58,7 @@ class _Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
-        self.numbers: deque[int] = deque()  # of the jobs without a result
+        self.numbers: deque[int] = deque()  # numbers of the jobs without a result
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._jobs.put(sys.path)
         self._jobs.put(make)
@@ -133,7 +133,8 @@ def _work(connection: "Connection[Any, Any]") -> None:
     """Run a worker until its parent ends or kills it. The first message is the function that makes the work."""
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
         try:
-            sys.path += [folder for folder in _receive(connection) if folder not in sys.path]  # of the user's own code
+            # the job may need modules of the user's code
+            sys.path += [folder for folder in _receive(connection) if folder not in sys.path]
             work = _receive(connection)()
             while True:
                 _send(connection, ("result", work(_receive(connection))))

@@ -42,7 +42,7 @@ class FillInMiddle:
     """probability that a rearranged document is in the format SPM, otherwise PSM"""
     seed: int
     names: tuple[str, str, str] | None = None
-    """of the tokens before the prefix, the middle and the suffix; None: the first of KNOWN_NAMES that are there"""
+    """names of the tokens before the prefix, the middle and the suffix; None: the first KNOWN_NAMES that exist"""
 
 
 class Parts(NamedTuple):

@@ -77,7 +77,7 @@ def shingles(texts: Sequence[str]) -> tuple[Hashes, _Indices]:
         hashes = hashes * _FACTOR + words[place : place + count] * same_text
     last = SHINGLE_WORDS - 1
     is_shingle = owner[last : last + count] == owner[:count]
-    is_shingle[bounds[:-1][np.diff(bounds) > 0]] = True  # of a short text; the first shingle of others is complete
+    is_shingle[bounds[:-1][np.diff(bounds) > 0]] = True  # short texts; the first shingle of others is complete
     kept = np.flatnonzero(is_shingle)
     return finalize(hashes[kept]), np.searchsorted(kept, bounds)
 
