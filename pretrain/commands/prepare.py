@@ -1,4 +1,4 @@
-"""Prepare the data of a run: a small corpus, a tokenizer, token files."""
+"""Prepare the data of a run: a tokenizer, token files."""
 
 import argparse
 import os
@@ -25,7 +25,6 @@ from pretrain.cli import (
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
 from pretrain.data.prepare.input_record import pin_dataset
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
-from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.shards import parse_shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
@@ -222,13 +221,3 @@ def _train_tokenizer(inputs: list[str] | DatasetName, out: Path, reading: ReadSe
     started = time.monotonic()
     tokenizer = train_sentencepiece(inputs, out, vocab_size=vocab_size, reading=reading, **options)
     print(f"{tokenizer.path}: {tokenizer.vocab_size} pieces, trained in {time.monotonic() - started:.1f} s", flush=True)
-
-
-def corpus_main() -> None:
-    parser = Parser(description="Write train.jsonl and valid.jsonl from the source files of Python's standard library.")
-    parser.add_argument("out", metavar="OUT", type=path, help="folder for train.jsonl and valid.jsonl")
-    parser.add_argument("--megabytes", type=number(above=True), default=30,
-                        help="largest size of the text in MB (default: %(default)s)")
-    args = parser.parse_args()
-    corpus = python_corpus(args.out, megabytes=args.megabytes)
-    print(f"{corpus.train} and {corpus.valid}: {corpus.num_documents} files, {corpus.num_bytes / 1e6:.1f} MB of text")
