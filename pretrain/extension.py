@@ -165,6 +165,9 @@ class Extension:
     advice: Mapping[str, str] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # (flags of `prepare` by name) -> DocumentSteps of a preparation: see data/prepare/document_step.py. When shards are
+    # merged, the flags are the settings of the shards, and those that were not given are missing. Raises ConfigError
+    documents: "str | Callable[[Mapping[str, Any]], Iterable[Any]]" = ""
     # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
     operators: "str | Callable[[], Kernels]" = ""
     # (engine) -> None: replaces functions of an engine of DeepSpeed that was just built, such as passes over gradients;

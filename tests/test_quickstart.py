@@ -86,7 +86,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     if not FRESH:
         for file, full, short in (("launch/quickstart.yaml", "train_steps: 120", "train_steps: 60"),
                                   ("launch/quickstart.yaml", "n_layer=6", "n_layer=2"),
-                                  ("pretrain/commands/prepare.py", "default=30", "default=8")):
+                                  ("pretrain/commands/corpus.py", "default=30", "default=8")):
             text = (clone / file).read_text()
             assert text.count(full) == 1
             (clone / file).write_text(text.replace(full, short))

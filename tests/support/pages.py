@@ -10,7 +10,7 @@ README = ROOT / "README.md"
 # The commands run in this order. A page may use the files that earlier pages created.
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
-    "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
+    "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/tokenizers.md",
     "tools/training_data.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/weights.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",

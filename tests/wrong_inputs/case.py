@@ -81,8 +81,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "data hash": ["{world}/foreign"],
     "data verify": ["{world}/corpus"],
     "data info": ["{world}/corpus"],
-    "data merge": ["{world}/out", "{world}/corpus", "{world}/foreign"],
-    "data split": ["{world}/corpus", "--proportions", "9,1", "--out", "{world}/out", "{world}/other"],
     "tokenizer": ["{world}/text.txt", "--out", "{world}/out"],
     "quickstart": ["{world}/out"],
     "new": ["{world}/new.yaml", "--data", "{world}/text.txt", "--tokenizer", "bytes", "--model", "tiny", "--gpu", "cpu",

@@ -59,11 +59,7 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("tokenizer",), "RIGHT --out PATH", NO_NEW_FOLDER, NAME),
     (("corpus",), "PATH", NO_NEW_FOLDER, NAME),
     (("prepare",), "RIGHT --out PATH", NO_PREFIX, "--out"),
-    (("data split",), "{world}/corpus --documents rest --out PATH", NO_PREFIX, "--out"),
-    (("data merge",), "PATH {world}/corpus", NO_PREFIX, NAME),
     (("data hash", "data verify", "data info"), "PATH", NO_DATA, NAME),
-    (("data split",), "PATH REST", NO_DATA, NAME),
-    (("data merge",), "{world}/out PATH {world}/foreign", NO_DATA, NAME),
     *((("compare",), f"RIGHT {flag} PATH", {**NO_FILE, "folder": "{world}/nvme"}, flag)
       for flag in ("--json", "--csv", "--write")),
     (("compare",), "RIGHT --plot PATH.html", NO_FILE, "--plot"),
@@ -97,8 +93,6 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
      "done: this is a run folder", {}),
     *(("data verify", "{world}/corpus", "corpus.sha256.json", {"corpus.sha256.json": content})
       for content in (b"{", b"[]", b"\xff", b"[" * DEEP)),
-    *(("data split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})
-      for flag in ("--proportions", "--documents") for sizes in ("2", "1,x", "1,1,1")),
     # weights
     ("import", "RIGHT", "config.json: model_type", {"hf/config.json": b'{"model_type": "t5"}'}),
     ("import", "RIGHT", "this safetensors file is damaged", {

@@ -99,7 +99,7 @@ def _text_cases() -> Iterator[Case]:
 
 def _prepare_cases() -> Iterator[Case]:
     """Yield output that would be lost, and flags of prepare_data.py that the tokenizer or the inputs do not allow."""
-    state = b'{"version": 2, "finished": false, "skipped": 0, "record": {"--jsonl_key": "body"}}'
+    state = b'{"version": 3, "finished": false, "skipped": 0, "record": {"--jsonl_key": "body"}}'
     for flags, culprit, files in (
             ("", "out.bin exists. Give --overwrite to replace it", {"out.bin": b"x"}),
             ("", "out.summary.json exists", {"out.summary.json": b"x"}),

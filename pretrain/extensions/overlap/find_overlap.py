@@ -14,9 +14,16 @@ import numpy.typing as npt
 
 from pretrain.cli import path, path_text, prefix, stop_on_signals, text, whole_number
 from pretrain.commands.data import add_overwrite, bin_bytes, print_written
+from pretrain.data.copy_documents import (
+    CHUNK_DOCUMENTS,
+    MERGED_FROM,
+    CopyWriter,
+    check_output,
+    copy_chosen,
+    meta_of,
+    provenance,
+)
 from pretrain.data.data_spec import absolute_words
-from pretrain.data.merge_split import CHUNK_DOCUMENTS, CopyWriter, check_output, copy_chosen, meta_of
-from pretrain.data.provenance import MERGED_FROM, provenance
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.index_file import ranges
@@ -27,7 +34,7 @@ from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.overlap.evaluation_sets import EvaluationSet, find_tokenizer, read_set
 from pretrain.extensions.overlap.ngrams import Numbers, Overlap, index_ngrams, search
-from pretrain.paths import check_file
+from pretrain.paths import check_file, writing
 from pretrain.progress import ProgressBar
 
 _WORST = 20  # documents of each set in the JSON
@@ -239,16 +246,13 @@ def remove_overlap(result: OverlapResult, output: str, advance: Advance) -> Inde
         "max_documents": result.overlap.most_documents, "removed_documents": len(removed),
         "against": [{"name": found.name if not Path(found.name).exists() else str(Path(found.name).absolute()),
                      "documents": len(found.ends), "tokens_sha256": _sha256(found)} for found in result.sets]}]
-    try:
-        with CopyWriter(output, train.dtype) as writer:
-            for first, last in ranges(0, train.num_documents, CHUNK_DOCUMENTS):
-                choice = np.zeros(last - first, np.int8)
-                low, high = np.searchsorted(removed, [first, last]).tolist()
-                choice[removed[low:high] - first] = -1
-                copy_chosen(train, first, choice, [writer], advance)
-            writer.finalize(meta_of(train) | earlier | {"without_overlap": removals})
-    except OSError as error:
-        raise ConfigError("--out", problem=f"the files cannot be written: {error}") from None
+    with writing("--out"), CopyWriter(output, train.dtype) as writer:
+        for first, last in ranges(0, train.num_documents, CHUNK_DOCUMENTS):
+            choice = np.zeros(last - first, np.int8)
+            low, high = np.searchsorted(removed, [first, last]).tolist()
+            choice[removed[low:high] - first] = -1
+            copy_chosen(train, first, choice, [writer], advance)
+        writer.finalize(meta_of(train) | earlier | {"without_overlap": removals})
     return writer
 
 

@@ -4,8 +4,8 @@ The documents of all shards go through the DocumentWriter of a preparation, in o
 counted and left out, and the statistics are computed, by the same code.
 """
 
+import copy
 import hashlib
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,129 +15,51 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.active_extensions import document_steps
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
-from pretrain.data.prepare.document_rows import row_type
+from pretrain.data.prepare.document_step import DocumentStep, InputFile, row_type
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.input_record import changed_input
-from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, partial_path, read_state
+from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, file_of_step, partial_path, read_state
 from pretrain.data.prepare.shards import (
-    Shard,
     ShardFiles,
     ShardRecord,
-    check_files,
-    read_records,
-    record_path,
     shard_of,
-    shards_in_folder,
 )
-from pretrain.data.prepare.sources import InputFile
 from pretrain.data.prepare.summary import Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch
 from pretrain.data.token_files.hashes import BLOCK_BYTES
 from pretrain.data.token_files.index_file import HEADER, LENGTH_DTYPE
 from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.writer import existing_file, rename_files
-from pretrain.errors import ConfigError, counted, shorten
-from pretrain.paths import check_folder, check_space
+from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.merge_split.open_shards import not_complete
+from pretrain.paths import check_folder, check_space, writing
 
 _MOST_DOCUMENTS = 1 << 14  # in a batch
 _MOST_TOKENS = 1 << 20  # in a batch; a longer document is divided
-_MOST_NAMED = 10  # shards in a message
+_OF_PARTS = row_type({}).names or ()  # columns of the rows that each part of a long document has
 
 
-def named_shards(out: str, prefixes: Sequence[str]) -> list[str] | None:
-    """Return the prefixes of the shards to merge into `out`: those in `prefixes`, or if it is empty, those in out's
-    folder. Returns None if `prefixes` are other data sets. Raises ConfigError for a mixture of both, and for none.
-    """
-    if not prefixes:
-        found = [shard.prefix(out) for shard in shards_in_folder(out)]
-        if not found:
-            raise ConfigError(out, problem=f"there are no shards {out}.shard-*", remedy="make them with `ds-pretrain "
-                              "prepare --shard i/n`, or name the data sets to merge after OUT")
-        return found
-    others = [prefix for prefix in prefixes if shard_of(prefix) is None]
-    shards = [prefix for prefix in prefixes if shard_of(prefix) is not None and record_path(prefix).exists()]
-    if shards and others:
-        raise ConfigError(others[0], problem=f"it is no shard of a preparation, and {shards[0]} is one",
-                          remedy="merge the shards first")
-    return list(prefixes) if shards else None
-
-
-def open_shards(prefixes: Sequence[str]) -> list[ShardFiles]:
-    """Return all shards of a preparation, in order. Raises ConfigError.
-
-    The error names the shards that are missing, damaged, or of other inputs or settings, and the command that makes
-    them again.
-    """
-    named = [shard_of(prefix) for prefix in prefixes]
-    assert all(named), "names of shards"
-    outs, shards = [entry[0] for entry in named if entry], [entry[1] for entry in named if entry]
-    counts = sorted({shard.count for shard in shards})
-    if len(counts) > 1:
-        raise ConfigError(prefixes[0], problem=f"there are shards of {' and of '.join(map(str, counts))}",
-                          remedy="name the shards of one number, or remove the others")
-    repeated, times = Counter(shards).most_common(1)[0]
-    if times > 1:
-        raise ConfigError(prefixes[shards.index(repeated)], problem=f"shard {repeated} is given twice")
-    records, problems = read_records(prefixes)
-    found: dict[Shard, ShardFiles] = {}
-    for prefix, shard in zip(prefixes, shards, strict=True):
-        if (record := records.get(shard)) is not None:
-            checked = check_files(prefix, shard, record)
-            if isinstance(checked, str):
-                problems[shard] = checked
-            else:
-                found[shard] = checked
-    for shard in sorted({Shard(index, counts[0]) for index in range(counts[0])} - set(shards)):
-        if record_path(shard.prefix(outs[0])).exists():
-            raise ConfigError(shard.prefix(outs[0]), problem="it is not named, and the other shards need it",
-                              remedy="name all shards after OUT, or none of them")
-        is_begun = partial_path(shard.prefix(outs[0])).exists()
-        problems[shard] = "it is not complete: it was stopped, or is being made" if is_begun else "it does not exist"
-    if problems:
-        raise _not_complete(problems, outs[0], records)
-    ordered = [found[shard] for shard in sorted(found)]
-    _check_same(ordered)
-    return ordered
-
-
-def _not_complete(problems: dict[Shard, str], out: str, records: dict[Shard, ShardRecord]) -> ConfigError:
-    """Return the error for shards of `out` that must be made again."""
-    wrong = sorted(problems)
-    listed = [f"shard {shard}: {problems[shard]}" for shard in wrong[:_MOST_NAMED]]
-    more = [f"{len(wrong) - _MOST_NAMED} more"] * (len(wrong) > _MOST_NAMED)
-    command = next((record.command for record in records.values() if record.command), None)
-    again = "give the command that made the others, with --shard "
-    if command is not None:
-        exists = bool(existing_file(wrong[0].prefix(out)))
-        again = f"run `{_command(command, wrong[0], overwrite=exists)}`"
-        again += ", and the same with --shard " * (len(wrong) > 1)
-    numbers = [str(shard) for shard in wrong[command is not None : _MOST_NAMED]]
-    return ConfigError(f"{counted(len(wrong), 'shard')} of {wrong[0].count}", problem="; ".join([*listed, *more]),
-                       remedy=again + ", ".join(numbers))
-
-
-def _command(words: Sequence[str], shard: Shard, *, overwrite: bool) -> str:
-    return shlex.join(["ds-pretrain", "prepare", *words, "--shard", str(shard), *["--overwrite"] * overwrite])
-
-
-def _check_same(shards: Sequence[ShardFiles]) -> None:
-    """Raise ConfigError if two shards have other inputs or settings."""
-    first = shards[0]
-    for shard in shards[1:]:
-        ours, theirs = first.record.facts.of_all_shards(), shard.record.facts.of_all_shards()
-        different = [name for name, value in ours.items() if theirs.get(name) != value]
-        if "inputs" in different:
-            different[different.index("inputs")] = changed_input(ours["inputs"], theirs["inputs"])
-        if different:
-            command = _command(first.record.command, shard.record.shard, overwrite=True)
-            raise ConfigError(shard.prefix, problem=f"it was not made as {first.prefix} was; different: "
-                              f"{', '.join(different)}", remedy=f"if the other one is right, run `{command}`")
-
-
-def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, advance: Advance) -> PreparedData:
-    """Write the files of the data set that the shards are parts of. Raises ConfigError."""
+def steps_of_shards(shards: Sequence[ShardFiles]) -> list[DocumentStep]:
+    """Return the steps of extensions with the settings with which the shards were made. Raises ConfigError."""
     facts = shards[0].record.facts
+    return document_steps({name.removeprefix("--"): value for name, value in facts.record.items()})
+
+
+def merge_shards(out: str, shards: Sequence[ShardFiles], *, steps: Sequence[DocumentStep] | None = None,
+                 overwrite: bool, advance: Advance) -> PreparedData:
+    """Write the files of the data set that the shards are parts of. Raises ConfigError.
+
+    steps: those of the preparation, in their order (default: `steps_of_shards`).
+    """
+    facts = shards[0].record.facts
+    steps = steps_of_shards(shards) if steps is None else steps
+    if missing := sorted(facts.states.keys() - {step.name for step in steps}):
+        raise ConfigError(shards[0].prefix, problem=f"it was made with the extension {missing[0]}, which is not here",
+                          remedy="install it, or name it by --extension")
+    steps = [copy.deepcopy(step) for step in steps if step.name in facts.states]
+    for step in steps:
+        step.state = facts.states[step.name]
     skips = any(shard.record.facts.record["skip_errors"] for shard in shards)
     facts = replace(facts, record={**facts.record, "skip_errors": skips})
     if read_state(out) is not None and not overwrite:
@@ -147,21 +69,19 @@ def merge_shards(out: str, shards: Sequence[ShardFiles], *, overwrite: bool, adv
         raise ConfigError(out, problem=f"{existing} exists", remedy="give --overwrite to replace it, or another OUT")
     check_folder(Path(out).absolute().parent, out)
     check_space(Path(out), out, sum(shard.hashes.bin_bytes + 6 * shard.hashes.idx_bytes for shard in shards))
-    try:
-        output = PartialOutput(out, None)
+    with writing(out):
+        output = PartialOutput(out, None, more_files=[file_of_step(step.name) for step in steps if step.has_file])
         try:
-            meta = _write(output, facts, shards, advance)
+            meta = _write(output, facts, steps, shards, advance)
             rename_files(output.data_files, out)
         finally:
             output.delete()
-    except OSError as error:
-        raise ConfigError(out, problem=f"the files cannot be written: {error.strerror or error}") from None
-    return meta
+    return PreparedData.of(meta)
 
 
-def _write(output: PartialOutput, facts: DataFacts, shards: Sequence[ShardFiles], advance: Advance) -> PreparedData:
-    writer = DocumentWriter(output, facts.dtype, vocab_size=facts.vocab_size, special_tokens=facts.special_tokens,
-                            deduplicate=facts.deduplicate, near=facts.near, files=_input_files(shards), state=None)
+def _write(output: PartialOutput, facts: DataFacts, steps: Sequence[DocumentStep], shards: Sequence[ShardFiles],
+           advance: Advance) -> dict[str, Any]:
+    writer = DocumentWriter(output, facts, steps, _input_files(shards))
     lines: Counter[int] = Counter()  # line ends of each file in the shards so far
     for shard in shards:
         lines_before = lines[shard.record.first_file] if shard.record.first_byte else 0
@@ -172,7 +92,7 @@ def _write(output: PartialOutput, facts: DataFacts, shards: Sequence[ShardFiles]
             writer.add(batch, lambda: None)  # `output` has no saved state
             advance(batch.tokens.nbytes, f"{writer.num_documents:,} documents")
     check_not_empty(writer, shards[0].prefix)
-    meta = complete_output(output, writer, facts)
+    meta = complete_output(output, writer, facts, steps)
     writer.close()
     return meta
 
@@ -233,7 +153,7 @@ def _documents(shard: ShardFiles) -> Iterator[tuple[npt.NDArray[np.int64], npt.N
         index.seek(HEADER.size)
         for start in range(0, shard.num_documents, _MOST_DOCUMENTS):
             count = min(_MOST_DOCUMENTS, shard.num_documents - start)
-            row = row_type(has_signatures=shard.record.facts.near is not None)
+            row = row_type(shard.record.facts.columns)
             lengths = np.frombuffer(index.read(count * LENGTH_DTYPE.itemsize), LENGTH_DTYPE)
             yield lengths.astype(np.int64), np.frombuffer(rows.read(count * row.itemsize), row)
 
@@ -249,13 +169,14 @@ def _long_document(tokens: "_Tokens", length: int, row: np.void) -> Iterator[Tok
         batch.tail_place = place
         yield batch
         rows["text_bytes"], place = 0, ""
+        rows = rows[list(_OF_PARTS)]  # the numbers of the steps are those of the document
 
 
 def _batch(tokens: npt.NDArray[Any], ends: npt.NDArray[np.int64], rows: npt.NDArray[np.void]) -> TokenizedBatch:
-    """Return a batch of documents. The parts of a long document have the same signature, which is their minimum."""
-    signatures = rows["signatures"] if "signatures" in (rows.dtype.names or ()) else None
+    """Return a batch of documents."""
+    values = {name: rows[name] for name in rows.dtype.names or () if name not in _OF_PARTS}
     return TokenizedBatch(tokens, ends, rows["text_bytes"].copy(), rows["digests"][: len(ends)],
-                          rows["origins"].copy(), signatures)
+                          rows["origins"].copy(), values)
 
 
 class _Tokens:
@@ -282,7 +203,7 @@ class _Tokens:
         number = (self._position - 1) // BLOCK_BYTES
         if self._digest.hexdigest() != self._shard.hashes.blocks[number]:
             shard, (out, _) = self._shard.record.shard, shard_of(self._shard.prefix) or ("", None)
-            raise _not_complete({shard: f"{self._file.name} is damaged in block {number} of 16 MiB"}, out,
+            raise not_complete({shard: f"{self._file.name} is damaged in block {number} of 16 MiB"}, out,
                                 {shard: self._shard.record})
         self._digest = hashlib.sha256()
 

@@ -6,7 +6,7 @@ values in two signatures estimates the Jaccard similarity of the sets, with a st
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,26 +24,19 @@ _BLOCK_CHARACTERS = 1 << 16  # texts are hashed together up to this size: the ar
 Signatures = npt.NDArray[np.uint32]
 """[n, NUM_VALUES]. The signature of a text of several parts is the minimum of theirs, apart from shingles at the cuts.
 A text without words has the largest number in all places."""
-EMPTY_SIGNATURE = np.full(NUM_VALUES, 0xFFFFFFFF, np.uint32)
-Sign = Callable[[Sequence[str]], Signatures]
 Hashes = npt.NDArray[np.uint64]
 _Indices = npt.NDArray[np.int64]
 
 
-def make_sign() -> Sign:
-    """Return the function that makes the signatures of texts. Raises ConfigError without the library rensa."""
-    rensa = import_package("rensa", "--near_duplicates", "dedup")
-    digest_matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes
-
-    def sign(texts: Sequence[str]) -> Signatures:
-        rows: list[Signatures] = [np.zeros((0, NUM_VALUES), np.uint32)]
-        for start, stop in _blocks(texts):
-            hashes, offsets = shingles(texts[start:stop])
-            matrix = digest_matrix(hashes, offsets.astype(np.uint64), NUM_VALUES, _SEED)
-            rows.append(np.array(matrix.to_rows(), np.uint32))
-        return np.concatenate(rows)
-
-    return sign
+def sign(texts: Sequence[str]) -> Signatures:
+    """Return the signatures of texts. Raises ConfigError without the library rensa."""
+    digest_matrix = import_package("rensa", "--near_duplicates", "dedup").RMinHash.digest_matrix_from_flat_token_hashes
+    rows: list[Signatures] = [np.zeros((0, NUM_VALUES), np.uint32)]
+    for start, stop in _blocks(texts):
+        hashes, offsets = shingles(texts[start:stop])
+        matrix = digest_matrix(hashes, offsets.astype(np.uint64), NUM_VALUES, _SEED)
+        rows.append(np.array(matrix.to_rows(), np.uint32))
+    return np.concatenate(rows)
 
 
 def signature_version() -> str:
@@ -52,7 +45,7 @@ def signature_version() -> str:
     Raises ConfigError without rensa.
     """
     text = " ".join(f"word{number}" for number in range(1000))
-    return f"{zlib.crc32(make_sign()([text, text[:50], '']).tobytes()):08x}"
+    return f"{zlib.crc32(sign([text, text[:50], '']).tobytes()):08x}"
 
 
 def _blocks(texts: Sequence[str]) -> list[tuple[int, int]]:
@@ -84,7 +77,7 @@ def shingles(texts: Sequence[str]) -> tuple[Hashes, _Indices]:
         hashes = hashes * _FACTOR + words[place : place + count] * same_text
     last = SHINGLE_WORDS - 1
     is_shingle = owner[last : last + count] == owner[:count]
-    is_shingle[bounds[:-1][np.diff(bounds) > 0]] = True  # of a short text; the first shingle of others is complete
+    is_shingle[bounds[:-1][np.diff(bounds) > 0]] = True  # short texts; the first shingle of others is complete
     kept = np.flatnonzero(is_shingle)
     return finalize(hashes[kept]), np.searchsorted(kept, bounds)
 

@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pretrain.data.prepare.duplicates.near_duplicates
 import pretrain.data.prepare.partial_output
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare.document_rows import ORIGIN
-from pretrain.data.prepare.duplicates import signatures, slot_table
-from pretrain.data.prepare.duplicates.near_duplicates import RECORD, NearDuplicates, band_size, make_records
-from pretrain.data.prepare.duplicates.signatures import NUM_VALUES, make_sign, shingles
-from pretrain.data.prepare.merge_shards import merge_shards, open_shards
+import pretrain.extensions.near_duplicates.near_duplicates
+from pretrain.data.prepare import hash_tables
+from pretrain.data.prepare.document_step import ORIGIN
 from pretrain.data.prepare.partial_output import AppendFile
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
@@ -28,11 +25,18 @@ from pretrain.data.prepare.summary import read_summary, summary_text
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
-from tests.data.prepare.helpers import SOURCES, documents, jsonl, output, run_tool
+from pretrain.extensions.near_duplicates import signatures
+from pretrain.extensions.near_duplicates.near_duplicates import RECORD, NearDuplicates, band_size, make_records
+from pretrain.extensions.near_duplicates.signatures import NUM_VALUES, shingles, sign
+from pretrain.extensions.near_duplicates.step import NearDuplicateStep
+from tests.data.prepare.helpers import SOURCES, documents, edited, jsonl, merge_shards_of, output, run_tool, sentence
 from tests.data.prepare.test_resume import in_child, kill_at_call
 
-REMOVE = PrepareSettings(near_duplicates="remove")
-WORDS = sorted({word for path in SOURCES for word in re.findall(r"[a-z]{3,}", path.read_text())})
+
+def near(choice: str | None, threshold: float = 0.8) -> PrepareSettings:
+    return PrepareSettings(steps=[NearDuplicateStep(choice, threshold)])
+
+
 
 
 def plain_shingles(text: str) -> set[tuple[str, ...]]:
@@ -43,20 +47,6 @@ def plain_shingles(text: str) -> set[tuple[str, ...]]:
 
 def jaccard(left: set[Any], right: set[Any]) -> float:
     return len(left & right) / max(len(left | right), 1)
-
-
-def sentence(generator: random.Random, num_words: int) -> list[str]:
-    return generator.choices(WORDS, k=num_words)
-
-
-def edited(words: list[str], fraction: float, generator: random.Random) -> list[str]:
-    """Replace, remove or insert a fraction of the words."""
-    result: list[str] = []
-    for word in words:
-        kind = generator.choice(["replace", "remove", "insert"]) if generator.random() < fraction else "keep"
-        result += {"replace": [generator.choice(WORDS)], "remove": [], "insert": [word, generator.choice(WORDS)],
-                   "keep": [word]}[kind]
-    return result
 
 
 def corpus(num_originals: int, seed: int) -> list[str]:
@@ -111,7 +101,7 @@ def test_words_of_other_scripts(text: str, same: str, count: int) -> None:
 
 
 def test_a_signature_does_not_depend_on_other_texts_and_parts_have_its_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    sign, texts = make_sign(), [*corpus(6, 0), "", "short", "é" * 3, "日本語のテキスト"]
+    texts = [*corpus(6, 0), "", "short", "é" * 3, "日本語のテキスト"]
     together = sign(texts)
     assert together.shape == (len(texts), NUM_VALUES)
     monkeypatch.setattr(signatures, "_BLOCK_CHARACTERS", 700)
@@ -129,7 +119,7 @@ def test_finds_what_brute_force_finds(tmp_path: Path, tokenizer: Tokenizer, thre
     texts = corpus(60, 1)
     expected, largest = removed_by_brute_force(texts, threshold)
     prepare([jsonl(tmp_path / "a.jsonl", texts)], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"),
-            settings=PrepareSettings(near_duplicates="remove", near_threshold=threshold), workers=1)
+            settings=near("remove", threshold), workers=1)
     kept = set(documents(tmp_path / "out", tokenizer))
     removed = [number for number, text in enumerate(texts) if text not in kept]
     far_above = [number for number in expected if largest[number] >= threshold + 0.1]
@@ -160,9 +150,9 @@ def test_the_report(tmp_path: Path, tokenizer: Tokenizer) -> None:
         assert documents(out, tokenizer) == expected
         summary = read_summary(out)
         assert (summary["duplicate_documents"], summary["duplicates_removed"]) == (1, choice == "remove")
-        near, exact = summary["near_duplicates"], len(tokenizer.encode(similar.upper())) + 1
-        samples = near.pop("samples")
-        assert near == {"documents": 2, "removed": choice == "remove", "threshold": 0.8,
+        found, exact = summary["near_duplicates"], len(tokenizer.encode(similar.upper())) + 1
+        samples = found.pop("samples")
+        assert found == {"documents": 2, "removed": choice == "remove", "threshold": 0.8,
                         "tokens": exact + len(tokenizer.encode("(" + second)) + 1}
         assert [(sample["place"], sample["earlier"]) for sample in samples] == [
             (f"{two}:1", f"{one}:1"), (f"{two}:4", f"{one}:2")]
@@ -173,7 +163,7 @@ def test_the_report(tmp_path: Path, tokenizer: Tokenizer) -> None:
         assert [(row["source"], row["duplicates"], row["near_duplicates"]) for row in rows] == [
             (one, 0, 0), (two, 1, 2)]
         assert sum(row["tokens"] for row in rows) == summary["tokens"] == IndexedDataset(out).num_tokens
-    prepare([one], tokenizer=str(tokenizer.path), out=str(tmp_path / "without"))
+    prepare([one], tokenizer=str(tokenizer.path), out=str(tmp_path / "without"), settings=near(None))
     assert read_summary(tmp_path / "without")["near_duplicates"] is None
     assert "near-duplicates" not in summary_text(tmp_path / "without")
 
@@ -182,7 +172,7 @@ def test_the_report(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks, batches and tables, and a saved state after each batch."""
     monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(pretrain.data.prepare.duplicates.near_duplicates, "_BATCH", 3)
+    monkeypatch.setattr(pretrain.extensions.near_duplicates.near_duplicates, "_BATCH", 3)
     monkeypatch.setattr(NearDuplicates.__init__, "__kwdefaults__", {"first_slots": 16})
     monkeypatch.setattr(pretrain.data.prepare.partial_output, "_LARGEST_COST", float("inf"))
 
@@ -206,7 +196,7 @@ def test_the_same_with_any_batches_workers_and_kills(tmp_path: Path, tokenizer: 
 
     def run(out: str, workers: int = 1, choice: str = "remove") -> dict[str, bytes]:
         prepare(inputs, tokenizer=str(tokenizer.path), out=str(tmp_path / out), workers=workers,
-                settings=PrepareSettings(near_duplicates=choice), seconds_between_states=0)
+                settings=near(choice), seconds_between_states=0)
         return output(tmp_path / out)
 
     large = run("large")
@@ -239,7 +229,7 @@ def test_shards_give_the_bytes_of_one_machine(tmp_path: Path, tokenizer: Tokeniz
     """A shard cannot know which of its documents are near-duplicates: the merge finds them."""
     inputs = mixed_inputs(tmp_path)
     for choice in ("remove", "count"):
-        settings = PrepareSettings(near_duplicates=choice)
+        settings = near(choice)
         one, out = tmp_path / f"one_{choice}", tmp_path / choice
         prepare(inputs, tokenizer=str(tokenizer.path), out=str(one), settings=settings, workers=1)
         expected = output(one)
@@ -247,8 +237,7 @@ def test_shards_give_the_bytes_of_one_machine(tmp_path: Path, tokenizer: Tokeniz
         for shard in shards:
             prepare(inputs, tokenizer=str(tokenizer.path), out=str(out), settings=settings, workers=1, shard=shard)
             assert read_summary(shard.prefix(str(out)))["near_duplicates"] is None
-        merge_shards(str(out), open_shards([shard.prefix(str(out)) for shard in shards]), overwrite=False,
-                     advance=lambda count, note: None)
+        merge_shards_of(out, steps=settings.steps)
         assert output(out) == expected
 
 
@@ -258,7 +247,7 @@ def test_another_version_of_the_library_is_rejected(tmp_path: Path, tokenizer: T
     inputs = mixed_inputs(tmp_path)
 
     def run() -> None:
-        prepare(inputs, tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), settings=REMOVE, workers=1,
+        prepare(inputs, tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), settings=near("remove"), workers=1,
                 seconds_between_states=0)
 
     assert in_child(lambda: (kill_at_call(400), run())) == -signal.SIGKILL
@@ -276,7 +265,7 @@ def test_missing_library_and_useless_threshold(tmp_path: Path, tokenizer: Tokeni
     assert "--near_threshold: it has no effect without --near_duplicates" in failed.stderr
     monkeypatch.setitem(sys.modules, "rensa", None)
     with pytest.raises(ConfigError, match=r"rensa is not installed. Run `pip install 'ds-pretrain\[dedup\]'`"):
-        prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), settings=REMOVE)
+        prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), settings=near("remove"))
     assert not list(tmp_path.glob("out*"))
 
 
@@ -284,7 +273,7 @@ def test_missing_library_and_useless_threshold(tmp_path: Path, tokenizer: Tokeni
 def test_tables_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           small_table_bytes: int) -> None:
     """The table doubles, is rebuilt from the file, and a document is compared with the first of each band."""
-    monkeypatch.setattr(slot_table, "_SMALL_TABLE_BYTES", small_table_bytes)
+    monkeypatch.setattr(hash_tables, "_SMALL_TABLE_BYTES", small_table_bytes)
     generator = np.random.default_rng(0)
     values = generator.integers(0, 2**32, (600, NUM_VALUES), np.uint32)
     for number in range(0, 600, 3):  # two documents that are similar to an earlier one
@@ -299,15 +288,15 @@ def test_tables_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     for slots, batch in ((16, 1), (1 << 16, 600), (64, 50)):
         (tmp_path / str(slots)).mkdir()
         file = AppendFile(tmp_path / str(slots) / "signatures", 0)
-        near, found = NearDuplicates(tmp_path / str(slots) / "bands", file, 0.8, first_slots=slots), []
+        index, found = NearDuplicates(tmp_path / str(slots) / "bands", file, 0.8, first_slots=slots), []
         for first in range(0, 600, batch):
             found += [(first + one.index, one.earlier_line, one.similarity)
-                      for one in near.add(records[first : first + batch])]
+                      for one in index.add(records[first : first + batch])]
             if batch == 50 and first % 200 == 0:  # as after a kill
-                near = NearDuplicates(tmp_path / str(slots) / "bands", file, 0.8, first_slots=slots)
+                index = NearDuplicates(tmp_path / str(slots) / "bands", file, 0.8, first_slots=slots)
         results.append(found)
         assert file.size == (600 - len(found)) * RECORD.itemsize
-        near.close()
+        index.close()
     assert results[0] == results[1] == results[2]
     # The same by comparing all pairs. A pair shares no band with a probability of at most 5%.
     kept: list[int] = []
@@ -332,7 +321,7 @@ _LOOK_UP = """
 import resource, sys
 import numpy as np
 from pathlib import Path
-from pretrain.data.prepare.duplicates.slot_table import SlotTable
+from pretrain.data.prepare.hash_tables import SlotTable
 table = SlotTable(Path(sys.argv[1]), 1, 1 << 25)
 before, generator = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, np.random.default_rng(0)
 for _ in range(60):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrain import cli
 from pretrain.errors import ConfigError
 from pretrain.paths import make_folder
 
@@ -81,3 +82,14 @@ def _source_text(path: Path) -> str:
         return path.read_bytes().decode("utf-8") if path.stat().st_size <= _LARGEST_FILE_BYTES else ""
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def main() -> None:
+    parser = cli.Parser(description="Write train.jsonl and valid.jsonl from the source files of Python's standard "
+                                    "library.")
+    parser.add_argument("out", metavar="OUT", type=cli.path, help="folder for train.jsonl and valid.jsonl")
+    parser.add_argument("--megabytes", type=cli.number(above=True), default=30,
+                        help="largest size of the text in MB (default: %(default)s)")
+    args = parser.parse_args()
+    corpus = python_corpus(args.out, megabytes=args.megabytes)
+    print(f"{corpus.train} and {corpus.valid}: {corpus.num_documents} files, {corpus.num_bytes / 1e6:.1f} MB of text")

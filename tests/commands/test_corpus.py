@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.data.prepare.python_corpus import python_corpus
+from pretrain.commands.corpus import python_corpus
 from pretrain.errors import ConfigError
 
-TOOL = Path(__file__).parents[3] / "tools" / "make_corpus.py"
+TOOL = Path(__file__).parents[2] / "tools" / "make_corpus.py"
 
 
 def rows(path: Path) -> dict[str, str]:

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data import merge_split
+from pretrain.data import copy_documents
 from pretrain.data.data_spec import parse_split, split_documents
-from pretrain.data.merge_split import choose, merge, split
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
+from pretrain.extensions.merge_split import merge_split
+from pretrain.extensions.merge_split.merge_split import choose, merge, split
 from tests.support.rejection import rejection
 from tests.support.sparse_data import write_sparse_data
 from tests.wrong_inputs.case import main_of
@@ -67,8 +68,9 @@ def test_merged_and_split_data_has_every_document_once(tmp_path_factory: pytest.
     """With tiny chunks, every chunk boundary is reached; documents keep their sequences."""
     folder = tmp_path_factory.mktemp("merge")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge_split, "_CHUNK_TOKENS", chunk)
-        patch.setattr(merge_split, "CHUNK_DOCUMENTS", chunk)
+        patch.setattr(copy_documents, "_CHUNK_TOKENS", chunk)
+        for module in (copy_documents, merge_split):
+            patch.setattr(module, "CHUNK_DOCUMENTS", chunk)
         prefixes = [_write(folder / f"part{number}", corpus) for number, corpus in enumerate(corpora)]
         _merge(folder / "all", prefixes)
         documents = [document for corpus in corpora for document in corpus]

@@ -15,19 +15,17 @@ import pyarrow.parquet
 import pytest
 
 import pretrain.data.prepare.document_writer
-import pretrain.data.prepare.merge_shards
 import pretrain.data.prepare.tokenize_batch
 import pretrain.data.text_inputs.json_lines
 import pretrain.data.text_inputs.parts
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
+import pretrain.extensions.merge_split.merge_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard, parse_shard
 from pretrain.data.text_inputs.chunk import ReadSettings
-from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
-from tests.data.prepare.helpers import TEXTS, jsonl, output
+from tests.data.prepare.helpers import TEXTS, content, jsonl, merge_shards_of
 from tests.data.prepare.test_resume import in_child, kill_at_call
 from tests.support.rejection import rejection
 from tests.wrong_inputs.case import main_of
@@ -43,8 +41,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain.data.text_inputs.json_lines, "PART_BYTES", 2048)
     monkeypatch.setattr(pretrain.data.text_inputs.parts, "_BLOCK_BYTES", 64)
     monkeypatch.setattr(pretrain.data.prepare.tokenize_batch, "LONGEST_TEXT", 1000)
-    monkeypatch.setattr(pretrain.data.prepare.merge_shards, "_MOST_TOKENS", 700)
-    monkeypatch.setattr(pretrain.data.prepare.merge_shards, "_MOST_DOCUMENTS", 5)
+    monkeypatch.setattr(pretrain.extensions.merge_split.merge_shards, "_MOST_TOKENS", 700)
+    monkeypatch.setattr(pretrain.extensions.merge_split.merge_shards, "_MOST_DOCUMENTS", 5)
 
 
 def single(inputs: list[str], tokenizer: Tokenizer, out: Path, settings: PrepareSettings) -> dict[str, bytes]:
@@ -53,24 +51,13 @@ def single(inputs: list[str], tokenizer: Tokenizer, out: Path, settings: Prepare
     return content(out)
 
 
-def content(out: Path) -> dict[str, bytes]:
-    """Return the files of a data set; of .sha256.json all but the modification times, which are checked here."""
-    hashes = read_hashes(hashes_path(out))
-    assert hashes is not None
-    assert hashes.describes_bin(Path(f"{out}.bin").stat())
-    assert hashes.describes_idx(Path(f"{out}.idx").stat())
-    return {**output(out), "sha256.json": repr((hashes.sha256, hashes.blocks, hashes.idx_sha256)).encode()}
-
-
 def make(inputs: list[str], tokenizer: Tokenizer, out: Path, settings: PrepareSettings, shard: Shard,
          **flags: Any) -> None:
     prepare(inputs, tokenizer=str(tokenizer.path), out=str(out), settings=settings, workers=1, shard=shard, **flags)
 
 
 def merge(out: Path, *, overwrite: bool = False) -> dict[str, bytes]:
-    shards = named_shards(str(out), [])
-    assert shards is not None
-    merge_shards(str(out), open_shards(shards), overwrite=overwrite, advance=lambda count, note: None)
+    merge_shards_of(out, overwrite=overwrite)
     return content(out)
 
 

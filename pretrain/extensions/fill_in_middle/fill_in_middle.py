@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: documents whose middle is moved to their end, so that a model learns to fill a gap.
+"""Documents whose middle is moved to their end: which ones, where they are divided, and their tokens.
 
 The method is that of Bavarian et al. 2022 (arXiv 2207.14255), on documents: three parts at two random characters.
 PSM is <prefix> prefix <suffix> suffix <middle> middle. SPM is the joint variant of appendix D of that paper, which Code
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.data.prepare.document_step import Encode
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 
@@ -29,7 +30,6 @@ KNOWN_NAMES = (
 _ANCHOR = "\u263a"
 """put in front of a part in the middle of a text, so that the tokenizer adds no space at the part's beginning"""
 _PROBE = "def f(x):\n    return x"
-_FLAG = "--fim_rate"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FillInMiddle:
     """probability that a rearranged document is in the format SPM, otherwise PSM"""
     seed: int
     names: tuple[str, str, str] | None = None
-    """of the tokens before the prefix, the middle and the suffix; None: the first of KNOWN_NAMES that are there"""
+    """names of the tokens before the prefix, the middle and the suffix; None: the first KNOWN_NAMES that exist"""
 
 
 class Parts(NamedTuple):
@@ -80,7 +80,7 @@ def find_tokens(tokenizer: Tokenizer, names: tuple[str, str, str] | None) -> tup
         raise ConfigError("--fim_tokens", problem=f"the tokenizer {tokenizer.path} has no token {missing!r}" if missing
                           else "two of the names are the same token")
     raise ConfigError(f"--tokenizer {tokenizer.path}", problem="it has no tokens such as "
-                      f"{', '.join(KNOWN_NAMES[0])}, which {_FLAG} needs",
+                      f"{', '.join(KNOWN_NAMES[0])}, which --fim_rate needs",
                       remedy="name others by --fim_tokens PREFIX,MIDDLE,SUFFIX, or train a tokenizer with `ds-pretrain "
                              f"tokenizer --special_tokens '{','.join(KNOWN_NAMES[0])}'`")
 
@@ -98,12 +98,6 @@ class Arrangement:
     """tokens of _ANCHOR, if the tokenizer adds a space at the beginning of a text"""
     divided_names: tuple[str, ...] = ()
     """names that the tokenizer, such as Qwen2.5's, encodes in a text as the tokens: they are encoded in two parts"""
-
-    def record(self) -> dict[str, Any]:
-        """Return the settings by the names of their flags."""
-        settings = self.settings
-        return {"--fim_rate": settings.rate, "--fim_spm_rate": settings.spm_rate, "--fim_seed": settings.seed,
-                "--fim_tokens": ",".join(self.names)}
 
     def facts(self) -> dict[str, Any]:
         """Return settings and tokens, for .meta.json and .summary.json."""
@@ -124,7 +118,7 @@ def make_arrangement(tokenizer: Tokenizer, settings: FillInMiddle) -> Arrangemen
     if tokenizer.encode(_ANCHOR + _PROBE) == [*anchor, *tokenizer.encode(_PROBE)]:
         anchor = ()
     arrangement = Arrangement(settings, names, prefix, middle, suffix, anchor, divided)
-    encoder = FillInMiddleEncoder(tokenizer, arrangement)
+    encoder = FillInMiddleEncoder(tokenizer, arrangement, lambda texts, is_document: tokenizer.encode_batch(texts))
     expected = tokenizer.decode(tokenizer.encode(_PROBE))
     for cut in range(1, len(_PROBE)):
         pieces = [_Piece((), _PROBE[:cut], is_inside=False), _Piece((), _PROBE[cut:], is_inside=True)]
@@ -139,7 +133,7 @@ def make_arrangement(tokenizer: Tokenizer, settings: FillInMiddle) -> Arrangemen
 
 def _problem(tokenizer: Tokenizer, problem: str) -> ConfigError:
     return ConfigError(f"--tokenizer {tokenizer.path}", problem=problem,
-                       remedy=f"choose another tokenizer, or leave out {_FLAG}")
+                       remedy="choose another tokenizer, or leave out --fim_rate")
 
 
 class _Piece(NamedTuple):
@@ -155,8 +149,9 @@ class _Piece(NamedTuple):
 class FillInMiddleEncoder:
     """Encodes documents, some of them rearranged."""
 
-    def __init__(self, tokenizer: Tokenizer, arrangement: Arrangement) -> None:
-        self._tokenizer, self._arrangement = tokenizer, arrangement
+    def __init__(self, tokenizer: Tokenizer, arrangement: Arrangement, encode: Encode) -> None:
+        """encode: encodes parts of texts."""
+        self._tokenizer, self._arrangement, self._encode_parts = tokenizer, arrangement, encode
         self._anchor = list(arrangement.anchor)
         self._inside_name = re.compile("|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})"
                                                 for name in arrangement.divided_names))
@@ -194,8 +189,8 @@ class FillInMiddleEncoder:
     def join(self, pieces: Sequence[_Piece], counts: Sequence[int]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         """Encode the pieces, and join their tokens. counts: the number of pieces of each text."""
         anchored = [bool(self._anchor) and piece.is_inside for piece in pieces]
-        tokens, ends = self._tokenizer.encode_batch([(_ANCHOR if anchor else "") + piece.text
-                                                     for piece, anchor in zip(pieces, anchored, strict=True)])
+        texts = [(_ANCHOR if anchor else "") + piece.text for piece, anchor in zip(pieces, anchored, strict=True)]
+        tokens, ends = self._encode_parts(texts, [False] * len(texts))
         starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) + len(self._anchor) * np.array(anchored, np.int64)
         parts, lengths = list[npt.NDArray[Any]](), np.zeros(len(pieces), np.int64)
         for number, (piece, start, stop) in enumerate(zip(pieces, starts.tolist(), ends.tolist(), strict=True)):

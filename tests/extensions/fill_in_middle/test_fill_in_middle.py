@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 import pretrain.data.prepare.partial_output
 import pretrain.data.prepare.tokenize_batch
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle, divide_document
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
 from pretrain.data.prepare.summary import read_summary, summary_text
@@ -26,6 +25,8 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
+from pretrain.extensions.fill_in_middle.fill_in_middle import KNOWN_NAMES, FillInMiddle, divide_document
+from pretrain.extensions.fill_in_middle.step import FillInMiddleStep
 from tests.data.prepare.helpers import SOURCES, TEXTS, jsonl, output
 from tests.data.prepare.test_resume import in_child, kill_at_call
 from tests.support.rejection import rejection
@@ -41,6 +42,10 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer of `ds-pretrain tokenizer --special_tokens`."""
     return train_sentencepiece([str(path) for path in SOURCES], tmp_path_factory.mktemp("tok"), vocab_size=600,
                                special_tokens=_NAMES)
+
+
+def rearranged(choice: FillInMiddle | None) -> PrepareSettings:
+    return PrepareSettings(steps=[FillInMiddleStep(choice)])
 
 
 def _sentencepiece(folder: Path, model_type: str, names: tuple[str, str, str], **options: object) -> Path:
@@ -100,7 +105,7 @@ def _original(tokens: list[int], tokenizer: Tokenizer, ids: dict[str, int]) -> t
 def test_the_parts_of_every_document_give_its_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "a.jsonl", _OWN_TEXTS)
     prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), workers=1,
-            settings=PrepareSettings(fill_in_middle=FillInMiddle(0.9, 0.5, 7)))
+            settings=rearranged(FillInMiddle(0.9, 0.5, 7)))
     meta = read_meta(tmp_path / "out")
     assert meta is not None
     ids = meta["fill_in_middle"]["tokens"]
@@ -137,7 +142,7 @@ def test_documents_do_not_depend_on_workers_order_or_kills(tmp_path: Path, own: 
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(pretrain.data.prepare.partial_output, "_LARGEST_COST", float("inf"))
-    settings = PrepareSettings(fill_in_middle=FillInMiddle(0.5, 0.5, 1))
+    settings = rearranged(FillInMiddle(0.5, 0.5, 1))
     sources = [jsonl(tmp_path / "a.jsonl", _OWN_TEXTS), jsonl(tmp_path / "b.jsonl", _OWN_TEXTS[:9])]
 
     def run(name: str, inputs: list[str], workers: int = 1) -> None:
@@ -164,7 +169,7 @@ def test_a_complete_shard_is_not_made_again(tmp_path: Path, own: Tokenizer, caps
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     for _ in range(2):
         prepare([source], tokenizer=str(own.path), out=str(tmp_path / "out"), workers=1, shard=Shard(0, 2),
-                settings=PrepareSettings(fill_in_middle=FillInMiddle(0.5, 0.5, 1)))
+                settings=rearranged(FillInMiddle(0.5, 0.5, 1)))
     assert "out.shard-00000-of-00002 is complete already" in capsys.readouterr().err
 
 
@@ -176,7 +181,7 @@ def test_a_resume_with_another_rate_or_none_is_rejected(tmp_path: Path, own: Tok
 
     def run(middle: FillInMiddle | None) -> None:
         prepare([source], tokenizer=str(own.path), out=str(tmp_path / "out"), workers=1, seconds_between_states=0,
-                settings=PrepareSettings(fill_in_middle=middle))
+                settings=rearranged(middle))
 
     assert in_child(lambda: (kill_at_call(60), run(FillInMiddle(0.5, 0.5, 1)))) == -9
     with pytest.raises(ConfigError, match=r"was different: --fim_seed\."):
@@ -192,7 +197,7 @@ def test_long_documents_remain_as_they_are_and_are_counted(tmp_path: Path, own: 
     monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 4096)
     texts = ["short", "s" * 900, "word " * 300, "another", *(f"text {number}" for number in range(20))]
     (tmp_path / "long.txt").write_text("line of a long file\n" * 1000)
-    settings = PrepareSettings(fill_in_middle=FillInMiddle(1.0, 0.0, 1))
+    settings = rearranged(FillInMiddle(1.0, 0.0, 1))
     prepare([jsonl(tmp_path / "a.jsonl", texts), str(tmp_path / "long.txt"), jsonl(tmp_path / "b.jsonl", ["end"])],
             tokenizer=str(own.path), out=str(tmp_path / "out"), settings=settings, workers=1)
     documents = _documents(tmp_path / "out")
@@ -201,7 +206,7 @@ def test_long_documents_remain_as_they_are_and_are_counted(tmp_path: Path, own: 
         2, len(texts)]
     made = read_summary(tmp_path / "out")["fill_in_middle"]
     assert (made["documents"], made["documents_read_in_parts"]) == (len(texts) - 1 + 1, 2)
-    assert "fill-in-the-middle 24 documents (92.3%); 2 long ones" in summary_text(tmp_path / "out")
+    assert "fill-in-the-middle 24 documents (92.3%); 2 long ones" in summary_text(tmp_path / "out", settings.steps)
 
 
 def test_rate_0_writes_the_same_files_as_before(tmp_path: Path, own: Tokenizer,
@@ -215,7 +220,7 @@ def test_rate_0_writes_the_same_files_as_before(tmp_path: Path, own: Tokenizer,
 
 
 def test_nothing_in_such_data_looks_wrong_to_a_run(tmp_path: Path, own: Tokenizer) -> None:
-    settings = PrepareSettings(prepend_bos=False, fill_in_middle=FillInMiddle(0.9, 0.5, 1))
+    settings = rearranged(FillInMiddle(0.9, 0.5, 1))
     prepare([jsonl(tmp_path / "a.jsonl", _OWN_TEXTS)], tokenizer=str(own.path), out=str(tmp_path / "out"),
             settings=settings)
     data = IndexedDataset(tmp_path / "out")

@@ -2,33 +2,36 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.data_spec import split_documents
-from pretrain.data.prepare.summary import entropy_nats
-from pretrain.data.provenance import merged_provenance, provenance
+from pretrain.data.copy_documents import (
+    CHUNK_DOCUMENTS,
+    MERGED_FROM,
+    OF_TOKENIZER,
+    CopyWriter,
+    check_output,
+    copy_chosen,
+    meta_of,
+    provenance,
+)
+from pretrain.data.data_spec import absolute_words, split_documents
 from pretrain.data.source_facts import sampled_tokens, tokenizer_notes
 from pretrain.data.token_files.index_file import CODES, ranges
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer, open_checked
 from pretrain.data.token_files.inspect_files import Advance
 from pretrain.data.token_files.token_file import allow_open_files
-from pretrain.data.token_files.writer import IndexedWriter, existing_file
+from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
-from pretrain.paths import check_folder, check_space
+from pretrain.paths import writing
 
 REST = "rest"
-CHUNK_DOCUMENTS = 2**16  # copied at once
-_CHUNK_TOKENS = 2**20
-_LARGEST_COUNTED = 2**24  # token; larger ones do not come from a tokenizer
-_OF_TOKENIZER = ("vocab_size", "tokenizer", "tokenizer_sha256", "bos_token", "eod_token")
 _MOST_RANDOM = 10**9 - 1  # documents that numpy's multivariate_hypergeometric can choose from
 _MOST_OUTPUTS = 100
-_SEQUENCE_BYTES = 32  # in the .idx, and in temporary files
+_MOST_LISTED = 1000  # inputs in the .meta.json of merged data
 
 
 def merge(output: str, prefixes: Sequence[str], *, overwrite: bool,
@@ -44,19 +47,11 @@ def merge(output: str, prefixes: Sequence[str], *, overwrite: bool,
     check_output([output], sources, output, overwrite=overwrite,
                  num_bytes=dtype.itemsize * sum(source.num_tokens for source in sources))
     meta, notes = merged_meta(sources)
-    try:
-        with CopyWriter(output, dtype) as writer:
-            for source in sources:
-                writer.copy_range(source, 0, source.num_documents, advance)
-            writer.finalize({**meta, **merged_provenance(sources)})
-    except OSError as error:
-        raise ConfigError(output, problem=f"the files cannot be written: {error}") from None
+    with writing(output), CopyWriter(output, dtype) as writer:
+        for source in sources:
+            writer.copy_range(source, 0, source.num_documents, advance)
+        writer.finalize({**meta, **merged_provenance(sources)})
     return writer, [*(note for source in sources for note in source.notes), *notes]
-
-
-def meta_of(data: IndexedDataset) -> dict[str, Any]:
-    """Return the facts about the tokenizer in PREFIX.meta.json; {} if there is none, or if it is of other data."""
-    return {key: data.meta[key] for key in _OF_TOKENIZER if key in data.meta}
 
 
 def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list[str]]:
@@ -66,7 +61,7 @@ def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list
     """
     check_same_tokenizer([(str(source.prefix), source) for source in sources])
     metas = [meta_of(source) for source in sources]
-    found = [key for key in _OF_TOKENIZER if any(key in meta for meta in metas)]
+    found = [key for key in OF_TOKENIZER if any(key in meta for meta in metas)]
     shared = {key: metas[0].get(key) for key in found
               if all(meta and meta.get(key) == metas[0].get(key) for meta in metas)}
     if "tokenizer_sha256" in shared:
@@ -77,6 +72,23 @@ def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list
         notes += tokenizer_notes([(str(source.prefix), source, sampled_tokens(source)) for source in sources
                                   if source.num_tokens])
     return shared, notes
+
+
+def merged_provenance(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
+    """Return the facts that all data sets share, and under "merged_from" the others of each data set."""
+    each = [provenance(data) for data in datasets]
+    shared = {key: value for key, value in each[0].items() if all(found.get(key) == value for found in each)}
+    others = [{key: value for key, value in found.items() if key not in shared} for found in each]
+    if not any(others):
+        return shared
+    lists = [found["sources"]["list"] for found in others
+             if isinstance(found.get("sources"), dict) and isinstance(found["sources"].get("list"), list)]
+    if sum(map(len, lists)) > _MOST_LISTED:
+        for found in others:
+            if isinstance(found.get("sources"), dict):
+                found["sources"] = {key: value for key, value in found["sources"].items() if key != "list"}
+    return {**shared, MERGED_FROM: [{"data": absolute_words(str(data.prefix)), "documents": data.num_documents, **found}
+                                    for data, found in zip(datasets, others, strict=True)]}
 
 
 def split(prefix: str, outputs: Sequence[str], *, proportions: str | None = None, documents: str | None = None,
@@ -101,10 +113,8 @@ def split(prefix: str, outputs: Sequence[str], *, proportions: str | None = None
         raise ConfigError("--seed", problem=f"it chooses from at most {_MOST_RANDOM} documents, and {prefix} has "
                           f"{data.num_documents}", remedy="leave it out")
     check_output(outputs, [data], "--out", overwrite=overwrite, num_bytes=data.num_tokens * data.dtype.itemsize)
-    try:
+    with writing("--out"):
         return _copy(data, outputs, sizes, seed, advance)
-    except OSError as error:
-        raise ConfigError("--out", problem=f"the files cannot be written: {error}") from None
 
 
 def _in_proportion(words: Sequence[str], data: IndexedDataset) -> list[int]:
@@ -160,88 +170,3 @@ def choose(num_documents: int, sizes: list[int], seed: int) -> Iterator[tuple[in
         drawn = generator.multivariate_hypergeometric(left, last - first, method="marginals")
         left -= drawn
         yield first, generator.permutation(np.repeat(numbers, drawn))
-
-
-class CopyWriter(IndexedWriter):
-    """IndexedWriter that counts the tokens, and adds the counts to the .meta.json."""
-
-    def __init__(self, prefix: str, dtype: npt.DTypeLike) -> None:
-        super().__init__(prefix, dtype)
-        self._counts, self._max_token = np.zeros(0, np.int64), 0
-
-    def add_tokens(self, tokens: npt.ArrayLike) -> None:
-        """Append and count tokens [n], none of them below 0."""
-        super().add_tokens(tokens)
-        values = np.asarray(tokens)
-        if not values.size:
-            return
-        self._max_token = max(self._max_token, int(values.max()))
-        if self._max_token < _LARGEST_COUNTED:
-            counts = np.bincount(values, minlength=len(self._counts))
-            counts[: len(self._counts)] += self._counts
-            self._counts = counts
-
-    def copy_range(self, data: IndexedDataset, first: int, last: int, advance: Advance) -> None:
-        """Append the documents [first, last), with their division into sequences."""
-        for values in _tokens(data, data.document_offset(first), data.document_offset(last), advance):
-            self.add_tokens(values)
-        low, high = int(data.document_index(first, first)[0]), int(data.document_index(last, last)[0])
-        base = self.num_sequences
-        for start, stop in ranges(low, high, CHUNK_DOCUMENTS):
-            self.add_sequences(data.sequence_lengths(start, stop))
-        for start, stop in ranges(first, last, CHUNK_DOCUMENTS):
-            self.end_documents(data.document_index(start, stop)[1:] - low + base)
-
-    def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
-        """Complete the files. `meta`: the facts to which the counts of the tokens are added."""
-        counts: dict[str, Any] = {"num_tokens": self.num_tokens, "num_documents": self.num_documents,
-                                  "max_token": self._max_token}
-        if self._max_token < _LARGEST_COUNTED:
-            counts["entropy_nats"] = entropy_nats(self._counts)
-        super().finalize({**(meta or {}), **counts})
-
-
-def copy_chosen(data: IndexedDataset, first: int, choice: npt.NDArray[np.int8], writers: Sequence[IndexedWriter],
-                 advance: Advance) -> None:
-    """Append each of the documents [first, first + n) to the writer that `choice` [n] names."""
-    last = first + len(choice)
-    bounds, index = data.document_offsets(first, last), data.document_index(first, last)
-    start = int(bounds[0])
-    for values in _tokens(data, start, int(bounds[-1]), advance):
-        inside = np.clip(bounds, start, start + values.size)
-        chosen = np.repeat(choice, inside[1:] - inside[:-1])
-        for number, writer in enumerate(writers):
-            writer.add_tokens(values[chosen == number])
-        start += values.size
-    num_sequences = index[1:] - index[:-1]
-    lengths = data.sequence_lengths(int(index[0]), int(index[-1]))
-    for number, writer in enumerate(writers):
-        ends = writer.num_sequences + np.cumsum(num_sequences[choice == number])
-        writer.add_sequences(lengths[np.repeat(choice, num_sequences) == number])
-        writer.end_documents(ends)
-
-
-def _tokens(data: IndexedDataset, first: int, last: int, advance: Advance) -> Iterator[npt.NDArray[np.generic]]:
-    for start, stop in ranges(first, last, _CHUNK_TOKENS):
-        values = data.raw_tokens(start, stop)
-        if int(values.min()) < 0:
-            raise ConfigError(str(data.bin_path), found=f"token {values.min()}", expected="no token below 0",
-                              remedy="write it again with `ds-pretrain prepare`")
-        yield values
-        advance((stop - start) * data.dtype.itemsize, "")
-
-
-def check_output(outputs: Sequence[str], sources: Sequence[IndexedDataset], where: str, *, overwrite: bool,
-                 num_bytes: int) -> None:
-    """Raise ConfigError if an output exists or is an input, or if the disk has less than `num_bytes` free."""
-    names = [Path(output).resolve() for output in outputs]
-    for output, name in zip(outputs, names, strict=True):
-        if names.count(name) > 1:
-            raise ConfigError(where, problem=f"{output} is given twice")
-        if any(name == source.prefix.resolve() for source in sources if isinstance(source.prefix, Path)):
-            raise ConfigError(where, problem=f"{output} is also an input", remedy="give another prefix")
-        if (existing := existing_file(output)) and not overwrite:
-            raise ConfigError(where, problem=f"{existing} exists",
-                              remedy="give another prefix, or replace the files by --overwrite")
-        check_folder(Path(output).absolute().parent, where)
-    check_space(Path(outputs[0]), where, num_bytes + _SEQUENCE_BYTES * sum(data.num_sequences for data in sources))

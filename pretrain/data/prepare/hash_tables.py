@@ -1,4 +1,6 @@
-"""Hash table with open addressing in a file. A small one is mapped into memory; a large one is in the page cache alone.
+"""Hash tables in files: of any entries, and the set of the digests of all documents, for exact duplicates.
+
+A small table is mapped into memory; a large one is in the page cache alone.
 
 Slots of a large one are read and written by system calls: faults of mapped pages took longer, as each maps 16 pages,
 which must be unmapped again to limit this process's memory.
@@ -12,15 +14,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+DIGEST_BYTES = 16
 _SMALL_TABLE_BYTES = 32 << 20  # pages of a smaller table remain in this process's memory
+_FIRST_SLOTS = 1 << 16
+_BATCH = 1 << 10  # digests that are added at once
 
+Digests = npt.NDArray[np.uint64]
+"""[n, 2]"""
 Words = npt.NDArray[np.uint64]
 IsSame = Callable[[Words, npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
 """(entries of the table [n, words], positions of the keys they are compared with [n]) -> whether the key is the same"""
 
 
 class SlotTable:
-    """Table of entries of `words` 64-bit words each. The first word of an entry is not 0, which marks an empty slot."""
+    """Hash table with open addressing. An entry has `words` 64-bit words; its first is not 0: 0 marks an empty slot."""
 
     def __init__(self, path: Path, words: int, slots: int) -> None:
         self._path, self._words = path, words
@@ -102,3 +109,53 @@ class SlotTable:
 def slots_for(count: int, slots: int) -> int:
     """Return `slots`, a power of 2, or the smallest larger one such that `count` entries fill at most half of them."""
     return max(slots, 1 << max(2 * count - 1, 0).bit_length())
+
+
+class SeenDigests:
+    """Set of the 128-bit digests of all documents so far. Its memory does not grow with the documents.
+
+    `path` is the file of the table; `log` has the digests that were added so far, 16 bytes each, in order. The table
+    can always be rebuilt from the log: after a kill, and to double it.
+    """
+
+    def __init__(self, path: Path, log: Path, *, num_logged: int, first_slots: int = _FIRST_SLOTS) -> None:
+        self._log, self._count = log, 0
+        self._table = SlotTable(path, DIGEST_BYTES // 8, slots_for(num_logged, first_slots))
+        self._read_log(num_logged)
+
+    def add(self, digests: Digests) -> npt.NDArray[np.bool_]:
+        """Add digests. Return for each one whether it is new, that is, neither in the set nor earlier in `digests`.
+
+        The caller appends the new ones to the log before the next call. Raises OSError if the disk is full.
+        """
+        slots = slots_for(self._count + len(digests), self._table.slots)
+        if slots > self._table.slots:
+            known, self._count = self._count, 0
+            self._table.make(slots)
+            self._read_log(known)
+        parts = [self._add(digests[start : start + _BATCH]) for start in range(0, len(digests), _BATCH)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.bool_)
+
+    def close(self) -> None:
+        """Delete the table."""
+        self._table.close()
+
+    def _read_log(self, count: int) -> None:
+        with self._log.open("rb") as file:
+            for start in range(0, count, _BATCH):
+                content = file.read(min(count - start, _BATCH) * DIGEST_BYTES)
+                self._add(np.frombuffer(content, np.uint64).reshape(-1, 2))
+
+    def _add(self, digests: Digests) -> npt.NDArray[np.bool_]:
+        digests = digests.copy()
+        digests[digests[:, 0] == 0, 0] = 1  # 0 marks an empty slot
+        order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal digests remain in the order of occurrence
+        ordered = digests[order]
+        is_first = np.ones(len(digests), np.bool_)
+        is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+        candidates = order[is_first]
+        is_new, distinct = np.zeros(len(digests), np.bool_), digests[candidates]
+        is_new[candidates] = self._table.insert(distinct[:, 0], distinct,
+                                                lambda found, keys: (found == distinct[keys]).all(axis=1))
+        self._count += int(is_new.sum())
+        return is_new

@@ -7,21 +7,20 @@ one, which can always be rebuilt from the first: after a kill, and to double it.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.document_rows import ORIGIN, SIGNATURE, Origins
-from pretrain.data.prepare.duplicates.signatures import NUM_VALUES
-from pretrain.data.prepare.duplicates.slot_table import SlotTable, slots_for
+from pretrain.data.prepare.document_step import ORIGIN, Origins
+from pretrain.data.prepare.hash_tables import SlotTable, slots_for
 from pretrain.data.prepare.partial_output import AppendFile
 from pretrain.data.samples.shuffled import finalize
+from pretrain.extensions.near_duplicates.signatures import NUM_VALUES
 
-LOWEST_THRESHOLD = 0.5  # lower ones need bands of two values, which most documents share with others
-RECORD = np.dtype([("origins", ORIGIN), SIGNATURE])
+RECORD = np.dtype([("origins", ORIGIN), ("signatures", "<u2", (NUM_VALUES,))])
 """what is kept of a document"""
 _LEAST_RECALL = 0.95
 _FIRST_SLOTS = 1 << 16
@@ -31,16 +30,6 @@ _ROW_BITS, _TAG_BITS = np.uint64(32), np.uint64(0xFFFFFFFF00000000)  # an entry:
 Records = npt.NDArray[np.void]
 _Hashes = npt.NDArray[np.uint64]
 _Rows = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class NearSettings:
-    """Threshold of near-duplicates, and whether they are removed."""
-
-    threshold: float
-    """estimated Jaccard similarity from which on a document is one"""
-    removes: bool
-    """whether they are removed; otherwise they are counted"""
 
 
 @dataclass(frozen=True)
@@ -93,11 +82,8 @@ class NearDuplicates:
 
         Raises OSError if the disk is full.
         """
-        found: list[NearDuplicate] = []
-        for start in range(0, len(records), _BATCH):
-            for near in self._add(records[start : start + _BATCH]):
-                found.append(NearDuplicate(start + near.index, near.earlier_input, near.earlier_line, near.similarity))
-        return found
+        return [replace(near, index=start + near.index) for start in range(0, len(records), _BATCH)
+                for near in self._add(records[start : start + _BATCH])]
 
     def close(self) -> None:
         """Delete the table."""
