@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.svg import svg_element
+from pretrain.errors import tokens_text
 from pretrain.extensions.ladder.cost import (
     Option,
     compute_of,
@@ -21,7 +22,6 @@ from pretrain.extensions.ladder.points import law_text
 from pretrain.extensions.ladder.reach import Reach
 from pretrain.extensions.ladder.target import MUP, TargetRun
 from pretrain.extensions.ladder.train import validation_losses
-from pretrain.memory.compare.compare import tokens_text
 
 _LINE_POINTS = 60
 _LARGEST_USUAL_EXPONENT = 1.0

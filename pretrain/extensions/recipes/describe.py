@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretrain.errors import ConfigError, counted
+from pretrain.errors import ConfigError, counted, tokens_text
 from pretrain.extensions.recipes.curves import sweep_of
 from pretrain.extensions.recipes.on_gpus import plan_of, prediction_table
 from pretrain.extensions.recipes.recipe import Corpus, Grid, Recipe, Run, find_recipe, read_dataset, read_recipe
 from pretrain.extensions.recipes.verdict import Between
-from pretrain.memory.compare.compare import tokens_text
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.footprint import with_unit
 from pretrain.model.flops import flops_per_token

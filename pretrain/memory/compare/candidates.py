@@ -18,7 +18,6 @@ from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.combinations import OFFLOADS, Axes, combinations_of, default_axes, impossible_reason
 from pretrain.memory.hardware import Cluster
-from pretrain.memory.step_time.kernel_time import with_predicted_times
 from pretrain.model.description import ModelConfig
 
 _REDUCE_BUCKET = 2**24  # elements; 32 MiB in bf16
@@ -108,7 +107,6 @@ def resolve_candidate(file: DsFile, given: Layout, cluster: Cluster, model: Mode
                         learning_rate=None if "optimizer" in file.values else DEFAULT_LEARNING_RATE)
     resolved = resolve_ds_config(replace(file, values=_with_nvme_paths(file.values)), args, model=model,
                                  world_size=cluster.world_size, device=device)
-    layout = with_predicted_times(replace(resolved.layout, **of_flags), model, cluster)
     rejection = ""
     if given.seq_length > model.longest_sequence():
         rejection = f"--seq_length {given.seq_length} is more than the model's {model.max_positions} positions"
@@ -117,7 +115,7 @@ def resolve_candidate(file: DsFile, given: Layout, cluster: Cluster, model: Mode
             check_rules(resolved, this_machine=False)
         except ConfigError as error:
             rejection = str(error).removeprefix(f"{file.path}: ")
-    return Candidate(file.values, layout, rejection, path)
+    return Candidate(file.values, replace(resolved.layout, **of_flags), rejection, path)
 
 
 def _with_nvme_paths(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""A comparison as a table on the terminal, as JSON and as CSV."""
+"""A comparison as a table on the terminal, as JSON and as CSV. Callers may add columns and keys."""
 
 import csv
 import io
 import json
 import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,18 +14,11 @@ from rich.table import Table
 from pretrain.config.layout import LAYOUT_FIELDS
 from pretrain.errors import format_number
 from pretrain.memory.compare.candidates import Candidate
-from pretrain.memory.compare.choices import Choice
-from pretrain.memory.compare.compare import ComparisonRow, Cost, Workload
-from pretrain.memory.compare.largest_fit import LargestFit
+from pretrain.memory.compare.compare import ComparisonRow, Workload
 from pretrain.memory.footprint import Footprint, in_unit
-from pretrain.memory.step_time.block_traffic import LINKS
-from pretrain.memory.step_time.calibrate import calibration_json
-from pretrain.memory.step_time.traffic import link_bytes
 from pretrain.progress import terminal_console
 
-_NARROW = 80  # columns of the distinct choices, unless the terminal has fewer
 _WIDE = 2000  # characters: more than any row has
-_LONGEST_NAME = 40  # characters of a layout's name for which its sizes fit the same line
 _MARGIN = 7  # columns of the words to the left of the heading
 _WRAP: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 # columns for the device's memory: title -> roles that it sums
@@ -34,13 +28,11 @@ DEVICE_COLUMNS = {"params": ("parameters",), "grads": ("gradients",), "optim": (
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """A comparison of layouts, with its recommendation and cost."""
+    """A comparison of layouts, with its recommendation."""
 
     workload: Workload
     rows: list[ComparisonRow]
-    choices: list[Choice]  # at most ten of the rows, which trade different things
     recommended: ComparisonRow | None
-    cost: Cost | None
     impossible: dict[str, int]  # reason -> number of combinations
     heading: list[tuple[str, str]]  # printed above the table: (word at the margin, text)
     lines: list[str]  # printed below the table
@@ -50,25 +42,21 @@ def _sum(footprint: Footprint, roles: tuple[str, ...], location: str) -> int:
     return sum(footprint.total(role, location) for role in roles)
 
 
-def _seconds(seconds: float) -> str:
-    return f"{format_number(seconds)} s"
+def step_cells(row: ComparisonRow) -> dict[str, str]:
+    """Return the column of the step time, by its title; {} if nothing predicts it."""
+    return {"step": f"{format_number(row.step_seconds)} s"} if row.step else {}
 
 
-def table_cells(row: ComparisonRow, workload: Workload, unit: str) -> dict[str, str]:
-    """Return the content of each column of one row, by the column's title."""
-    layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
+def table_cells(row: ComparisonRow, workload: Workload, unit: str, columns: Mapping[str, str]) -> dict[str, str]:
+    """Return the content of each column of one row, by the column's title; `columns`: those before the last one."""
+    layout, peak = row.candidate.layout, row.estimate.peak
     ranks = workload.cluster.gpus_per_node
-    device = [in_unit(_sum(peak, roles, "device"), unit) for roles in DEVICE_COLUMNS.values()]
-    deepspeed = "" if row.deepspeed is None else \
-        f"{in_unit(row.deepspeed.device_bytes, unit)} / {in_unit(row.deepspeed.host_bytes, unit)}"
-    speed = ["", "", "", ""] if time is None else [
-        _seconds(time.total_seconds), f"{time.mfu:.0%}", f"{time.bubble_share:.0%}", f"{time.communication_share:.0%}"]
-    titles = ("layout", "micro x acc.", *DEVICE_COLUMNS, unit, "host/node", "NVMe/node", "step", "MFU", "bubble",
-              "comm.", "DeepSpeed", "verdict")
-    texts = (row.candidate.name, f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}", *device,
-             in_unit(row.estimate.device_bytes, unit), in_unit(row.estimate.host_bytes * ranks, unit),
-             in_unit(row.estimate.nvme_bytes * ranks, unit), *speed, deepspeed, verdict(row))
-    return dict(zip(titles, texts, strict=True))
+    return {
+        "layout": row.candidate.name,
+        "micro x acc.": f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}",
+        **{title: in_unit(_sum(peak, roles, "device"), unit) for title, roles in DEVICE_COLUMNS.items()},
+        unit: in_unit(row.estimate.device_bytes, unit), "host/node": in_unit(row.estimate.host_bytes * ranks, unit),
+        "NVMe/node": in_unit(row.estimate.nvme_bytes * ranks, unit), **columns, "verdict": verdict(row)}
 
 
 def verdict(row: ComparisonRow) -> str:
@@ -79,59 +67,30 @@ def verdict(row: ComparisonRow) -> str:
 
 
 def short_verdict(row: ComparisonRow) -> str:
-    """Return the verdict without its reason."""
+    """Return the same without its reason."""
     if row.shortage:
         return "too large"
     return "rejected" if row.candidate.rejection else "fits"
 
 
-def print_choices(report: ComparisonReport, unit: str, console: Console | None = None) -> None:
-    """Print the recommendation, the distinct choices with what each trades, and the lines below, in 80 columns."""
-    console = console or wide_console()
-    width = min(_NARROW, console.width)
-    lines = [*_heading(report, width), ""]
-    lengths = [len(choice.row.candidate.name) for choice in report.choices]
-    longest = max((length for length in lengths if length <= _LONGEST_NAME), default=_LONGEST_NAME)
-    for number, choice in enumerate(report.choices, 1):
-        cells = table_cells(choice.row, report.workload, unit)
-        sizes = f"{cells['micro x acc.']:>9} {cells[unit]:>6} {unit} {cells['step']:>8} MFU {cells['MFU']:>3}"
-        name = f"{number:>2} {choice.row.candidate.name:<{longest}}"
-        lines += [name + sizes] if len(name) <= longest + 3 else [name, " " * (longest + 3) + sizes]
-        lines += _wrapped(choice.trade, width, indent="     ")
-    lines += ["", *_wrapped(_counts(report), width)]
-    lines += [line for text in report.lines for line in _wrapped(text, width)]
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _heading(report: ComparisonReport, width: int) -> list[str]:
+def heading_lines(report: ComparisonReport, width: int) -> list[str]:
     """Return the lines above the table, with the texts to the right of their words."""
     return [line for word, text in report.heading for line in
             textwrap.wrap(text, width, initial_indent=f"{word:<{_MARGIN}}" if word else "",
                           subsequent_indent=" " * _MARGIN if word else "", **_WRAP)]
 
 
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, **_WRAP)
 
 
-def _counts(report: ComparisonReport) -> str:
-    """Say how many layouts the choices represent, and what their columns are."""
-    fit = sum(row.recommendable for row in report.rows)
-    columns = "micro-batch x accumulation, memory of a device at its peak, step time, and what it gives for what, " \
-              "compared with the first"
-    if len(report.choices) == len(report.rows):
-        return f"{columns}. --all shows a table with more columns"
-    return f"{columns}. {len(report.choices)} distinct choices of {len(report.rows)} layouts, of which {fit} fit: " \
-           "--all (a table with more columns), --csv and --json have the others"
-
-
-def print_report(report: ComparisonReport, unit: str, console: Console | None = None) -> None:
+def print_report(report: ComparisonReport, unit: str, console: Console | None = None,
+                 columns: Callable[[ComparisonRow], Mapping[str, str]] = step_cells) -> None:
     """Print the recommendation, the table of all layouts, and the lines below it. Layouts that do not fit are grey."""
     console = console or wide_console()
-    print_lines([*_heading(report, console.width), ""], console)
+    print_lines([*heading_lines(report, console.width), ""], console)
     shown = report.rows
-    rows = [table_cells(row, report.workload, unit) for row in shown]
+    rows = [table_cells(row, report.workload, unit, columns(row)) for row in shown]
     hidden = []
     if shown_columns(rows, console.width, keep=("verdict",)) != list(rows[0]):
         for line, row in zip(rows, shown, strict=True):
@@ -182,90 +141,51 @@ def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...])
     return titles
 
 
-def print_largest(found: list[LargestFit], lines: list[str]) -> None:
-    """Print the results of --find, one row per layout, the largest first."""
-    console = wide_console()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("layout")
-    table.add_column({"max_model": "parameters", "max_seq": "tokens", "max_micro_batch": "samples"}[found[0].kind],
-                     justify="right")
-    table.add_column("why the next larger one does not fit", overflow="fold")
-    for fit in sorted(found, key=lambda fit: -fit.value):
-        limit = "; the search ends here" if fit.reached_end else ""
-        table.add_row(fit.candidate.name, f"{fit.value:,}", fit.detail + limit,
-                      style="" if fit.value else "bright_black")
-    console.print(table)
-    print_lines(lines, console)
-
-
-def row_json(row: ComparisonRow) -> dict[str, Any]:
-    """Return one row as JSON, with the bytes of one rank and the seconds of one step."""
-    time, layout = row.time, row.candidate.layout
+def row_json(row: ComparisonRow, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one row as JSON, with the bytes of one rank; `more`: keys before the last one."""
+    layout = row.candidate.layout
     return {
         "name": row.candidate.name, "path": row.candidate.path, "fits": row.fits, "misfit": row.shortage,
         "runs_here": not row.candidate.rejection, "refusal": row.candidate.rejection,
         "layout": {name: getattr(layout, name) for name in LAYOUT_FIELDS},
         "steady": row.estimate.steady.to_json(), "peak": row.estimate.peak.to_json(),
         "device_bytes": row.estimate.device_bytes, "host_bytes": row.estimate.host_bytes,
-        "nvme_bytes": row.estimate.nvme_bytes,
-        "step_bytes": {link: round(link_bytes(row.traffic, link)) for link in LINKS},
-        "transfers": [asdict(transfer) for transfer in row.traffic],
-        "step_time": None if time is None else {
-            **asdict(time), "total_seconds": time.total_seconds, "mfu": time.mfu, "bubble_share": time.bubble_share,
-            "communication_share": time.communication_share},
-        "deepspeed_estimate": None if row.deepspeed is None else asdict(row.deepspeed),
-        "deepspeed_config": row.candidate.config,
+        "nvme_bytes": row.estimate.nvme_bytes, **more, "deepspeed_config": row.candidate.config,
     }
 
 
-def report_json(report: ComparisonReport) -> str:
-    """Return the comparison as JSON."""
+def report_json(report: ComparisonReport, more: Mapping[str, Any] | None = None,
+                of_row: Callable[[ComparisonRow], Mapping[str, Any]] = lambda row: {}) -> str:
+    """Return the comparison as JSON. `more`, `of_row`: keys in addition, of the comparison and of a row."""
     workload = report.workload
     return json.dumps({
         "model": workload.name, "num_parameters": workload.num_parameters,
         "cluster": {**asdict(workload.cluster), "device_budget_bytes": workload.cluster.device_budget_bytes,
                     "host_budget_bytes": workload.cluster.host_budget_bytes},
-        "recommended": report.recommended.candidate.name if report.recommended else None,
-        "choices": [{"name": choice.row.candidate.name, "trade": choice.trade} for choice in report.choices],
-        "verdict": [{"about": word, "text": text} for word, text in report.heading if word],
-        "calibration": calibration_json(workload.calibration) if workload.calibration else None,
-        "time_parameters": asdict(workload.time_parameters),
-        "cost": asdict(report.cost) if report.cost else None, "impossible": report.impossible,
-        "rows": [row_json(row) for row in report.rows]}, indent=2) + "\n"
+        "recommended": report.recommended.candidate.name if report.recommended else None, **(more or {}),
+        "impossible": report.impossible, "rows": [row_json(row, of_row(row)) for row in report.rows]},
+        indent=2) + "\n"
 
 
-def largest_json(found: list[LargestFit]) -> str:
-    """Return the results of --find as JSON."""
-    return json.dumps([{"name": fit.candidate.name, "kind": fit.kind, "value": fit.value, "detail": fit.detail,
-                        "reached_end": fit.reached_end} for fit in found], indent=2) + "\n"
-
-
-def report_csv(report: ComparisonReport) -> str:
-    """Return the rows as CSV, with the bytes of one rank."""
+def report_csv(report: ComparisonReport, of_row: Callable[[ComparisonRow], Mapping[str, Any]] = lambda row: {}) -> str:
+    """Return the rows as CSV, with the bytes of one rank. `of_row`: columns in addition."""
     text = io.StringIO()
-    lines = [_csv_row(row) for row in report.rows]
+    lines = [_csv_row(row, of_row(row)) for row in report.rows]
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
 
 
-def _csv_row(row: ComparisonRow) -> dict[str, Any]:
+def _csv_row(row: ComparisonRow, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return one row of the CSV: {column: value}."""
-    layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
     return {
         "name": row.candidate.name, **_layout_columns(row.candidate),
-        **{f"{role}_bytes": _sum(peak, (role,), "device") for roles in DEVICE_COLUMNS.values() for role in roles},
+        **{f"{role}_bytes": _sum(row.estimate.peak, (role,), "device")
+           for roles in DEVICE_COLUMNS.values() for role in roles},
         "device_bytes": row.estimate.device_bytes, "host_bytes": row.estimate.host_bytes,
-        "nvme_bytes": row.estimate.nvme_bytes,
-        **{f"{link}_step_bytes": round(link_bytes(row.traffic, link)) for link in LINKS},
-        "step_time_ms": time.total_seconds * 1e3 if time else None, "mfu": time.mfu if time else None,
-        "bubble_share": time.bubble_share if time else None,
-        "communication_share": time.communication_share if time else None,
-        "deepspeed_device_bytes": row.deepspeed.device_bytes if row.deepspeed else None,
-        "deepspeed_host_bytes": row.deepspeed.host_bytes if row.deepspeed else None,
-        "tokens_per_step": layout.tokens_per_step, "fits": row.fits, "misfit": row.shortage,
-        "refusal": row.candidate.rejection,
+        "nvme_bytes": row.estimate.nvme_bytes, **more, "tokens_per_step": row.candidate.layout.tokens_per_step,
+        "fits": row.fits, "misfit": row.shortage, "refusal": row.candidate.rejection,
     }
 
 
