@@ -6,14 +6,14 @@ import importlib
 import importlib.util
 import os
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.cli import OWNED, say
 from pretrain.errors import ConfigError, shorten
-from pretrain.extension import API, BUILT_IN, Extension, Problem, RequestFile, StepEstimates
+from pretrain.extension import API, BUILT_IN, Extension, Problem, RequestFile
 from pretrain.own_code import described, import_own_module
 from pretrain.paths import RUN_FILES
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
-    from pretrain.memory.hardware import Cluster
 
 ENTRY_POINTS = "ds_pretrain.extensions"
 BUILT_IN_EXTENSIONS = "pretrain.extensions"
@@ -214,14 +213,6 @@ def advice_on(situation: str) -> list[str]:
 def results_of_steps(run: Path) -> list[tuple[int, str]]:
     """Return what extensions have found out about steps of a run: step, result."""
     return [result for _, results in functions("results") for result in results(run)]
-
-
-def step_estimates(cluster: "Cluster | None", measured: Sequence[str] = ()) -> StepEstimates | None:
-    """Return what predicts a training step on a cluster, or as in measured runs; None if no extension does.
-
-    Raises ConfigError for run folders that cannot be used.
-    """
-    return next((estimates(cluster, measured=measured) for _, estimates in functions("estimates")), None)
 
 
 def notes_of_extensions(plan: "Plan") -> list[str]:

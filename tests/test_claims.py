@@ -17,10 +17,11 @@ from pretrain.config.layout import Layout
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.footprint import GIB
 from pretrain.model.config import load_model_config
-from pretrain.model.flops import exact_flops_per_token, flops_per_token, more_flops
+from pretrain.model.flops import exact_flops_per_token, flops_per_token
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
 from pretrain.model.recompute import Recompute
+from pretrain.model.recomputed_flops import more_flops
 from tests.support.launch import ROOT
 from tests.support.pages import blocks
 from tests.support.sparse_data import write_sparse_data

@@ -22,7 +22,7 @@ from pretrain.errors import ConfigError, counted
 from pretrain.memory.hardware import find_gpu
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.model.attention_on_cuda import expected_operator
-from pretrain.model.flops import more_flops
+from pretrain.model.recomputed_flops import more_flops
 from pretrain.terminal import print_rows
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}

@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.model.config import load_model_config, model_config_from
-from pretrain.model.flops import recomputed_fraction
 from pretrain.model.layers.block import Block
 from pretrain.model.layers.rope import Rope
 from pretrain.model.recompute import Recompute
+from pretrain.model.recomputed_flops import recomputed_fraction
 from tests.support.model_shapes import SHAPES
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.active_extensions import step_estimates
 from pretrain.errors import ConfigError
 from pretrain.extensions.ladder.expected_curve import counted_parameters
 from pretrain.extensions.ladder.fit import compute_optimal
@@ -14,6 +13,7 @@ from pretrain.extensions.ladder.plan import Plan
 from pretrain.extensions.ladder.reach import Reach
 from pretrain.extensions.ladder.sizes import scaled_config
 from pretrain.extensions.ladder.target import TargetRun
+from pretrain.memory.compare.compare import step_estimates
 from pretrain.memory.hardware import make_cluster
 from pretrain.model.description import ModelConfig
 from pretrain.monitor.expected import Expected

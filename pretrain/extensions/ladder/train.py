@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.active_extensions import functions, step_estimates
+from pretrain.active_extensions import functions
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import say
 from pretrain.commands.small_runs import Run, read_curve, run_subcommand, train_runs
@@ -20,6 +20,7 @@ from pretrain.extensions.ladder.ladder_file import Point
 from pretrain.extensions.ladder.plan import Batch, Model, Plan
 from pretrain.extensions.ladder.sizes import Size
 from pretrain.extensions.ladder.target import TargetRun
+from pretrain.memory.compare.compare import step_estimates
 from pretrain.monitor.read_run_folder import is_number, read_metrics, read_starts
 
 _LAYOUT_FLAGS = ("recompute", "recompute_every", "document_attention")

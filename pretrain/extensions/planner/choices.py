@@ -1,11 +1,9 @@
-"""The best choices of a comparison that differ in what they trade, and what limits the recommended one."""
+"""The best choices of a comparison that differ in what they trade."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
-from pretrain.errors import format_number
-from pretrain.extensions.planner.estimates import time_of
-from pretrain.memory.compare.compare import ComparisonRow, Workload, complexity, estimate_candidate
+from pretrain.memory.compare.compare import ComparisonRow, Workload, complexity
 from pretrain.memory.footprint import with_unit
 
 MOST_CHOICES = 10
@@ -137,25 +135,3 @@ def features(layout: Layout) -> dict[str, str]:
         found["accumulation dtype"] = f"{layout.grad_accum_dtype} accumulation"
     found["length"] = f"sequences of {layout.seq_length:,}"
     return found
-
-
-def limit_text(best: ComparisonRow, workload: Workload) -> str:
-    """Say what limits the speed of a layout: compute, memory, the network, ... with the parts of its step."""
-    time = time_of(best)
-    assert time is not None
-    layout, total = best.candidate.layout, time.total_seconds
-    parts = {"network": time.network_seconds, "host link and disks": time.pcie_seconds + time.disk_seconds,
-             "pipeline bubble": time.bubble_seconds, "launches by the host": time.launch_seconds}
-    kernels = time.compute_seconds + time.optimizer_seconds
-    saved, memory = 0.0, f"{best.estimate.device_bytes / workload.cluster.gpu.memory_bytes:.0%} of a device is used"
-    if layout.recomputation.is_on or layout.offload_optimizer != "none":
-        roomy = replace(layout, recompute="none", activation_checkpoint_interval=0, offload_activations=False,
-                        offload_optimizer="none", offload_param="none")
-        row = estimate_candidate(replace(best.candidate, layout=roomy), workload)
-        saved = max(0.0, total - row.step_seconds)
-        memory = f"without recomputation and offload {format_number(row.step_seconds)} s, in " \
-                 f"{with_unit(row.estimate.device_bytes)}"
-    shares = {"compute": kernels - saved, "memory": saved, **parts}
-    limit = max(shares, key=lambda name: shares[name])
-    waits = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * total)
-    return f"{limit}: kernels take {kernels / total:.0%} of the step{', ' + waits if waits else ''}; memory: {memory}"

@@ -17,6 +17,9 @@ _OUTPUT_FLAGS: dict[str, dict[str, Any]] = {
     "--all": {"action": "store_true", "dest": "all_layouts",
               "help": "show a table of all layouts, with the reasons of those that are too large or impossible, "
                       "instead of the ten best distinct choices"},
+    **{f"--{name}": {"nargs": "?", "const": "-", "type": path_text, "metavar": "FILE",
+                     "help": f"{about} (without FILE: to stdout, instead of the table)"}
+       for name, about in (("json", "write all results as JSON"), ("csv", "write the table as CSV"))},
     "--plot": {"type": path_text, "metavar": "FILE", "help": "write a bar chart of the memory, as .html"}}
 
 
@@ -84,7 +87,8 @@ def _validate_flags(flags: argparse.Namespace) -> None:
         reject(flags, ["micro_batch_size", "global_batch_size"], "with --find max_micro_batch")
     if flags.plot is not None:
         check_plot(flags.plot)
-        if flags.plot != "-":
-            check_file(Path(flags.plot), "--plot")
+    for name in ("json", "csv", "plot"):
+        if getattr(flags, name) not in (None, "-"):
+            check_file(Path(getattr(flags, name)), f"--{name}")
     if flags.num_parameters is not None:
         reject(flags, ["calibrate"], "with --num_parameters")

@@ -66,25 +66,30 @@ def main(argv: list[str] | None = None) -> None:
         from pretrain.extensions.planner.estimate_check import check_estimates, checks_json, print_checks
 
         checks = check_estimates(_smallest_micro_batches(candidates), workload, flags)
-        if not write_output(flags.json, lambda: checks_json(checks)):
+        if flags.json:
+            write_output(flags.json, checks_json(checks))
+        if flags.json != "-":
             print_checks(checks, flags.unit or "MiB")
         return
     if flags.find:
         largest = find_largest(flags.find, _smallest_micro_batches(candidates), workload)
-        if not write_output(flags.json, lambda: largest_json(largest)):
+        if flags.json:
+            write_output(flags.json, largest_json(largest))
+        if flags.json != "-":
             print_largest(largest, _constraint_lines(flags, workload, candidates))
         return
     report = make_report(flags, workload, candidates)
-    json_printed = write_output(flags.json, lambda: report_json(report))
-    csv_printed = write_output(flags.csv, lambda: report_csv(report))
-    if not json_printed and not csv_printed:
+    for path, text in ((flags.json, report_json), (flags.csv, report_csv)):
+        if path:
+            write_output(path, text(report))
+    if "-" not in (flags.json, flags.csv):
         unit = unit_of(flags, workload.cluster)
         if _shows_all(flags):
             print_report(report, unit, columns=lambda row: time_cells(row, workload, unit))
         else:
             print_choices(report, unit)
     if flags.plot:
-        write_output(flags.plot, lambda: html(report))
+        write_output(flags.plot, html(report))
     if flags.write:
         write_recommended(flags.write, report.recommended)
 

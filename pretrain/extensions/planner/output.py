@@ -1,5 +1,7 @@
-"""A comparison with step times: the distinct choices on the terminal, columns of the table, keys of JSON and CSV."""
+"""A comparison with step times: the distinct choices on the terminal, columns of the table, JSON and CSV."""
 
+import csv
+import io
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pretrain.config.layout import LAYOUT_FIELDS
 from pretrain.extensions.planner.choices import Choice
 from pretrain.extensions.planner.cost import Cost
 from pretrain.extensions.planner.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
@@ -16,9 +19,9 @@ from pretrain.extensions.planner.step_time.block_traffic import LINKS, Transfer
 from pretrain.extensions.planner.step_time.calibrate import Calibration, calibration_json
 from pretrain.extensions.planner.step_time.time_parameters import TimeParameters
 from pretrain.extensions.planner.step_time.traffic import link_bytes, rank_parameters, step_traffic
-from pretrain.memory.compare import table
 from pretrain.memory.compare.compare import ComparisonRow, Workload
 from pretrain.memory.compare.table import (
+    DEVICE_COLUMNS,
     ComparisonReport,
     heading_lines,
     print_lines,
@@ -29,6 +32,11 @@ from pretrain.memory.compare.table import (
 )
 from pretrain.memory.footprint import in_unit
 
+_CSV_FIELDS = (  # of Layout
+    "zero_stage", "offload_optimizer", "offload_param", "pipeline_stages", "tensor_parallel_size",
+    "sequence_parallel_size", "expert_parallel_size", "data_parallel_size", "precision", "grad_accum_dtype",
+    "activation_checkpoint_interval", "recompute", "offload_activations", "micro_batch_size",
+    "gradient_accumulation_steps", "seq_length")
 _NARROW = 80  # columns of the distinct choices, unless the terminal has fewer
 _LONGEST_NAME = 40  # characters of a layout's name for which its sizes fit the same line
 
@@ -119,37 +127,69 @@ def largest_json(found: list[LargestFit]) -> str:
 
 
 def report_json(report: PlannerReport) -> str:
-    """Return the comparison as JSON, with the seconds of one step."""
-    def of_row(row: ComparisonRow) -> dict[str, Any]:
-        time, transfers = time_of(row), transfers_of(row, report.workload)
-        deepspeed = deepspeed_of(row, report.workload)
-        return {
-            "step_bytes": {link: round(link_bytes(transfers, link)) for link in LINKS},
-            "transfers": [asdict(transfer) for transfer in transfers],
-            "step_time": None if time is None else {
-                **asdict(time), "total_seconds": time.total_seconds, "mfu": time.mfu,
-                "bubble_share": time.bubble_share, "communication_share": time.communication_share},
-            "deepspeed_estimate": None if deepspeed is None else asdict(deepspeed)}
-
-    return table.report_json(report, {
+    """Return the comparison as JSON."""
+    workload = report.workload
+    return json.dumps({
+        "model": workload.name, "num_parameters": workload.num_parameters,
+        "cluster": {**asdict(workload.cluster), "device_budget_bytes": workload.cluster.device_budget_bytes,
+                    "host_budget_bytes": workload.cluster.host_budget_bytes},
+        "recommended": report.recommended.candidate.name if report.recommended else None,
         "choices": [{"name": choice.row.candidate.name, "trade": choice.trade} for choice in report.choices],
         "verdict": [{"about": word, "text": text} for word, text in report.heading if word],
         "calibration": calibration_json(report.calibration) if report.calibration else None,
         "time_parameters": asdict(report.time_parameters),
-        "cost": asdict(report.cost) if report.cost else None}, of_row)
+        "cost": asdict(report.cost) if report.cost else None, "impossible": report.impossible,
+        "rows": [_row_json(row, workload) for row in report.rows]}, indent=2) + "\n"
+
+
+def _row_json(row: ComparisonRow, workload: Workload) -> dict[str, Any]:
+    """Return one row as JSON, with the bytes of one rank and the seconds of one step."""
+    time, transfers, deepspeed = time_of(row), transfers_of(row, workload), deepspeed_of(row, workload)
+    return {
+        "name": row.candidate.name, "path": row.candidate.path, "fits": row.fits, "misfit": row.shortage,
+        "runs_here": not row.candidate.rejection, "refusal": row.candidate.rejection,
+        "layout": {name: getattr(row.candidate.layout, name) for name in LAYOUT_FIELDS},
+        "steady": row.estimate.steady.to_json(), "peak": row.estimate.peak.to_json(), **_bytes_of(row),
+        "step_bytes": {link: round(link_bytes(transfers, link)) for link in LINKS},
+        "transfers": [asdict(transfer) for transfer in transfers],
+        "step_time": None if time is None else {
+            **asdict(time), "total_seconds": time.total_seconds, "mfu": time.mfu, "bubble_share": time.bubble_share,
+            "communication_share": time.communication_share},
+        "deepspeed_estimate": None if deepspeed is None else asdict(deepspeed),
+        "deepspeed_config": row.candidate.config,
+    }
+
+
+def _bytes_of(row: ComparisonRow) -> dict[str, int]:
+    """Return the bytes of one rank by location."""
+    estimate = row.estimate
+    return {"device_bytes": estimate.device_bytes, "host_bytes": estimate.host_bytes, "nvme_bytes": estimate.nvme_bytes}
 
 
 def report_csv(report: PlannerReport) -> str:
-    """Return the rows as CSV, with the traffic and the time of a step."""
-    def of_row(row: ComparisonRow) -> dict[str, Any]:
-        time, transfers = time_of(row), transfers_of(row, report.workload)
-        deepspeed = deepspeed_of(row, report.workload)
-        return {
-            **{f"{link}_step_bytes": round(link_bytes(transfers, link)) for link in LINKS},
-            "step_time_ms": time.total_seconds * 1e3 if time else None, "mfu": time.mfu if time else None,
-            "bubble_share": time.bubble_share if time else None,
-            "communication_share": time.communication_share if time else None,
-            "deepspeed_device_bytes": deepspeed.device_bytes if deepspeed else None,
-            "deepspeed_host_bytes": deepspeed.host_bytes if deepspeed else None}
+    """Return the rows as CSV."""
+    text = io.StringIO()
+    lines = [_csv_row(row, report.workload) for row in report.rows]
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
 
-    return table.report_csv(report, of_row)
+
+def _csv_row(row: ComparisonRow, workload: Workload) -> dict[str, Any]:
+    """Return one row of the CSV, with the bytes of one rank: {column: value}."""
+    layout, time, transfers = row.candidate.layout, time_of(row), transfers_of(row, workload)
+    deepspeed = deepspeed_of(row, workload)
+    return {
+        "name": row.candidate.name, **{name: getattr(layout, name) for name in _CSV_FIELDS},
+        **{f"{role}_bytes": row.estimate.peak.total(role, "device")
+           for roles in DEVICE_COLUMNS.values() for role in roles}, **_bytes_of(row),
+        **{f"{link}_step_bytes": round(link_bytes(transfers, link)) for link in LINKS},
+        "step_time_ms": time.total_seconds * 1e3 if time else None, "mfu": time.mfu if time else None,
+        "bubble_share": time.bubble_share if time else None,
+        "communication_share": time.communication_share if time else None,
+        "deepspeed_device_bytes": deepspeed.device_bytes if deepspeed else None,
+        "deepspeed_host_bytes": deepspeed.host_bytes if deepspeed else None,
+        "tokens_per_step": layout.tokens_per_step, "fits": row.fits, "misfit": row.shortage,
+        "refusal": row.candidate.rejection,
+    }

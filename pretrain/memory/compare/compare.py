@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.active_extensions import step_estimates
+from pretrain.active_extensions import functions
 from pretrain.config.layout import Layout
 from pretrain.extension import StepEstimates
 from pretrain.memory.compare.candidates import Candidate, group_micro_batches
@@ -21,6 +21,14 @@ _NEARLY_FASTEST = 1.02  # multiple of the fastest step time: see best_micro_batc
 # ZeRO stages from the simplest one. 0 comes after 1: in bf16 DeepSpeed divides the optimizer states at stage 0 as well,
 # and in other precisions stage 1 needs less memory for the same traffic.
 _SIMPLEST_STAGES = (1, 0, 2, 3)
+
+
+def step_estimates(cluster: Cluster | None, measured: Sequence[str] = ()) -> StepEstimates | None:
+    """Return what predicts a training step on a cluster, or as in measured runs; None if no extension does.
+
+    Raises ConfigError for run folders that cannot be used.
+    """
+    return next((estimates(cluster, measured=measured) for _, estimates in functions("estimates")), None)
 
 
 @dataclass(frozen=True)

@@ -43,15 +43,10 @@ _AXES: dict[str, tuple[str, type, tuple[Any, ...] | None, str]] = {
     "seq_length": ("seq_lengths", int, None,
                    f"tokens per sample (default: {DEFAULT_SEQ_LENGTH}, or the model's positions if there are fewer)"),
 }
-
-
 OUTPUT_FLAGS: dict[str, dict[str, Any]] = {
     "--unit": {"choices": UNITS, "help": "unit of the table (default: GiB; with --num_parameters GB)"},
     "--all_micro_batches": {"action": "store_true",
                             "help": "one row per micro-batch size, instead of only the best size"},
-    **{f"--{name}": {"nargs": "?", "const": "-", "type": path_text, "metavar": "FILE",
-                     "help": f"{about} (without FILE: to stdout, instead of the table)"}
-       for name, about in (("json", "write all results as JSON"), ("csv", "write the table as CSV"))},
     "--write": {"type": path_text, "metavar": "FILE", "help": "write the recommended layout as a DeepSpeed JSON"},
 }
 
@@ -129,9 +124,8 @@ def validate_flags(flags: argparse.Namespace, *, model_is_known: bool = False) -
         for name in ("micro_batch_size", "seq_length"):
             if len(getattr(flags, name) or ()) > 1:
                 raise ConfigError(f"--{name}", problem="with --configs it takes only one value")
-    for name in ("json", "csv", "write"):
-        if getattr(flags, name) not in (None, "-"):
-            check_file(Path(getattr(flags, name)), f"--{name}")
+    if flags.write not in (None, "-"):
+        check_file(Path(flags.write), "--write")
     if flags.num_parameters is not None:
         reject(flags, ["micro_batch_size", "seq_length", "global_batch_size", "activation_checkpoint_interval",
                        "recompute", "gradient_accumulation_steps", "sequence_parallel", "expert_parallel", "write",

@@ -1,20 +1,19 @@
-"""Main function of `ds-pretrain compare`: compares the memory of layouts, and prints or writes the result."""
+"""Main function of `ds-pretrain compare`: compares the memory of layouts."""
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.active_extensions import step_estimates
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import with_dropout
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.candidates import CandidateSet, generate_candidates, read_candidates
-from pretrain.memory.compare.compare import ComparisonRow, Workload, compare, display_order, recommend
+from pretrain.memory.compare.compare import ComparisonRow, Workload, compare, display_order, recommend, step_estimates
 from pretrain.memory.compare.compare_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
-from pretrain.memory.compare.table import ComparisonReport, print_report, report_csv, report_json
+from pretrain.memory.compare.table import ComparisonReport, print_report
 from pretrain.memory.footprint import GB, GIB
 from pretrain.memory.hardware import Cluster
 from pretrain.model.config import load_model_config
@@ -26,10 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which some models need, would detect one and warn
     workload = workload_of(flags, cluster_of(flags, flags.gpu))
     report = make_report(flags, workload, candidates_of(flags, workload, workload.cluster.gpu.kind))
-    json_printed = write_output(flags.json, lambda: report_json(report))
-    csv_printed = write_output(flags.csv, lambda: report_csv(report))
-    if not json_printed and not csv_printed:
-        print_report(report, unit_of(flags, workload.cluster))
+    print_report(report, unit_of(flags, workload.cluster))
     if flags.write:
         write_recommended(flags.write, report.recommended)
 
@@ -140,19 +136,15 @@ def paper_line(report: ComparisonReport) -> str:
         " / ".join(f"{size:.0f}" if size >= 100 else f"{size:.1f}" for _, size in sorted(sizes.items())) + " GB"
 
 
-def write_output(path: str | None, text: Callable[[], str]) -> bool:
-    """Write a text to a file, or to stdout if the path is "-". Return whether it went to stdout."""
-    if path is None:
-        return False
-    content = text()
+def write_output(path: str, text: str) -> None:
+    """Write a text to a file, or to stdout if the path is "-". Raises ConfigError."""
     if path == "-":
-        sys.stdout.write(content)
-        return True
+        sys.stdout.write(text)
+        return
     try:
-        Path(path).write_text(content, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(path, problem=f"cannot write the file: {error.strerror or error}") from None
-    return False
 
 
 def write_recommended(path: str, best: ComparisonRow | None) -> None:
@@ -160,5 +152,5 @@ def write_recommended(path: str, best: ComparisonRow | None) -> None:
     if best is None:
         raise ConfigError("--write", problem="there is no layout that fits and that this project can run",
                           remedy="Use more GPUs, larger GPUs, or a smaller model")
-    write_output(path, lambda: json.dumps(best.candidate.config, indent=2) + "\n")
+    write_output(path, json.dumps(best.candidate.config, indent=2) + "\n")
     print(f"wrote {path}: {best.candidate.name}{flags_of(best)}", file=sys.stderr)

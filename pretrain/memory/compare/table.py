@@ -1,19 +1,14 @@
-"""A comparison as a table on the terminal, as JSON and as CSV. Callers may add columns and keys."""
+"""A comparison as a table on the terminal. Callers may add columns."""
 
-import csv
-import io
-import json
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.config.layout import LAYOUT_FIELDS
 from pretrain.errors import format_number
-from pretrain.memory.compare.candidates import Candidate
 from pretrain.memory.compare.compare import ComparisonRow, Workload
 from pretrain.memory.footprint import Footprint, in_unit
 from pretrain.progress import terminal_console
@@ -139,59 +134,3 @@ def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...])
         if sum(needed[title] for title in titles) > width and title not in keep:
             titles.remove(title)
     return titles
-
-
-def row_json(row: ComparisonRow, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row as JSON, with the bytes of one rank; `more`: keys before the last one."""
-    layout = row.candidate.layout
-    return {
-        "name": row.candidate.name, "path": row.candidate.path, "fits": row.fits, "misfit": row.shortage,
-        "runs_here": not row.candidate.rejection, "refusal": row.candidate.rejection,
-        "layout": {name: getattr(layout, name) for name in LAYOUT_FIELDS},
-        "steady": row.estimate.steady.to_json(), "peak": row.estimate.peak.to_json(),
-        "device_bytes": row.estimate.device_bytes, "host_bytes": row.estimate.host_bytes,
-        "nvme_bytes": row.estimate.nvme_bytes, **more, "deepspeed_config": row.candidate.config,
-    }
-
-
-def report_json(report: ComparisonReport, more: Mapping[str, Any] | None = None,
-                of_row: Callable[[ComparisonRow], Mapping[str, Any]] = lambda row: {}) -> str:
-    """Return the comparison as JSON. `more`, `of_row`: keys in addition, of the comparison and of a row."""
-    workload = report.workload
-    return json.dumps({
-        "model": workload.name, "num_parameters": workload.num_parameters,
-        "cluster": {**asdict(workload.cluster), "device_budget_bytes": workload.cluster.device_budget_bytes,
-                    "host_budget_bytes": workload.cluster.host_budget_bytes},
-        "recommended": report.recommended.candidate.name if report.recommended else None, **(more or {}),
-        "impossible": report.impossible, "rows": [row_json(row, of_row(row)) for row in report.rows]},
-        indent=2) + "\n"
-
-
-def report_csv(report: ComparisonReport, of_row: Callable[[ComparisonRow], Mapping[str, Any]] = lambda row: {}) -> str:
-    """Return the rows as CSV, with the bytes of one rank. `of_row`: columns in addition."""
-    text = io.StringIO()
-    lines = [_csv_row(row, of_row(row)) for row in report.rows]
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
-
-
-def _csv_row(row: ComparisonRow, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row of the CSV: {column: value}."""
-    return {
-        "name": row.candidate.name, **_layout_columns(row.candidate),
-        **{f"{role}_bytes": _sum(row.estimate.peak, (role,), "device")
-           for roles in DEVICE_COLUMNS.values() for role in roles},
-        "device_bytes": row.estimate.device_bytes, "host_bytes": row.estimate.host_bytes,
-        "nvme_bytes": row.estimate.nvme_bytes, **more, "tokens_per_step": row.candidate.layout.tokens_per_step,
-        "fits": row.fits, "misfit": row.shortage, "refusal": row.candidate.rejection,
-    }
-
-
-def _layout_columns(candidate: Candidate) -> dict[str, Any]:
-    names = ("zero_stage", "offload_optimizer", "offload_param", "pipeline_stages", "tensor_parallel_size",
-             "sequence_parallel_size", "expert_parallel_size", "data_parallel_size", "precision", "grad_accum_dtype",
-             "activation_checkpoint_interval", "recompute", "offload_activations", "micro_batch_size",
-             "gradient_accumulation_steps", "seq_length")
-    return {name: getattr(candidate.layout, name) for name in names}

@@ -8,11 +8,12 @@ from functools import lru_cache
 import pytest
 
 from pretrain.config.layout import Layout
-from pretrain.extensions.planner.choices import MOST_CHOICES, distinct_choices, limit_text, techniques
+from pretrain.extensions.planner.choices import MOST_CHOICES, distinct_choices, techniques
 from pretrain.extensions.planner.estimates import time_of
 from pretrain.extensions.planner.flags import parse_flags
 from pretrain.extensions.planner.main import candidates_of, main, make_report, workload_of
 from pretrain.extensions.planner.output import PlannerReport, print_choices
+from pretrain.extensions.planner.recommendation import limit_text
 from pretrain.extensions.planner.step_time import kernel_time
 from pretrain.extensions.planner.step_time.kernel_time import KernelRates
 from pretrain.extensions.planner.step_time.time_model import estimate_step_time, stage_time
@@ -23,7 +24,7 @@ from pretrain.memory.estimate.estimate_memory import estimate_memory, estimate_r
 from pretrain.memory.estimate.rank import Rank, distinct_stages, local_size, parameters_of, pipeline_stage_layers
 from pretrain.model.config import load_model_config
 from pretrain.model.description import ModelConfig
-from pretrain.model.flops import recomputed_fraction
+from pretrain.model.recomputed_flops import recomputed_fraction
 from pretrain.model.tensor_core_sizes import size_notes
 
 # model, GPUs, GPU, other flags: sizes and families; one GPU, one node, nodes that powers of two do not fill

@@ -1,10 +1,7 @@
 """The comparison of the core: memory alone, without predicted step times."""
 
-import csv
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,9 @@ from pretrain.commands.new.layout import best_layout
 from pretrain.config.layout import Layout
 from pretrain.memory.compare import compare, compare_zero
 from pretrain.memory.compare.changes_that_fit import changes_that_fit
-from pretrain.memory.compare.compare_zero import main
+from pretrain.memory.compare.compare_flags import cluster_of, parse_flags
+from pretrain.memory.compare.compare_zero import candidates_of, main, make_report, workload_of
+from pretrain.memory.compare.table import ComparisonReport
 from pretrain.memory.footprint import GIB
 from pretrain.memory.hardware import make_cluster
 from pretrain.model.config import load_model_config
@@ -38,29 +37,34 @@ def test_the_sizes_of_the_zero_paper_are_printed(capsys: pytest.CaptureFixture[s
     assert "120 / 31.4 / 16.6 / 1.9 GB" in run(capsys, "--num_parameters", "7.5e9", "--world_size", "64")
 
 
-def test_table_json_and_csv_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = run(capsys, *ARGUMENTS, "--json", str(tmp_path / "all.json"), "--csv", str(tmp_path / "all.csv"))
-    found: dict[str, Any] = json.loads((tmp_path / "all.json").read_text())
-    flat = {row["name"]: row for row in csv.DictReader(io.StringIO((tmp_path / "all.csv").read_text()))}
+def report_of(*arguments: str) -> ComparisonReport:
+    flags = parse_flags(list(arguments))
+    workload = workload_of(flags, cluster_of(flags, flags.gpu))
+    return make_report(flags, workload, candidates_of(flags, workload, "cuda"))
+
+
+def test_the_table_has_all_layouts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text, report = run(capsys, *ARGUMENTS, "--write", str(tmp_path / "best.json")), report_of(*ARGUMENTS)
     lines = {line.split()[0]: line for line in text.splitlines() if line.startswith(("zero", "pipeline"))}
-    assert list(lines) == list(flat) == [row["name"] for row in found["rows"]]
+    assert list(lines) == [row.candidate.name for row in report.rows]
     assert len(lines) > 30
-    for row in found["rows"]:
-        assert f"{row['device_bytes'] / GIB:,.1f}" in lines[row["name"]]
-        assert flat[row["name"]]["fits"] == str(row["fits"])
-        assert ("too large" in lines[row["name"]]) == (not row["fits"])
+    for row in report.rows:
+        assert f"{row.estimate.device_bytes / GIB:,.1f}" in lines[row.candidate.name]
+        assert ("too large" in lines[row.candidate.name]) == (not row.fits)
     assert "MFU" not in text
-    assert f"use    {found['recommended']}, micro-batch " in text
+    best = report.recommended
+    assert best is not None
+    assert f"use    {best.candidate.name}, micro-batch " in text
+    assert json.loads((tmp_path / "best.json").read_text()) == best.candidate.config
 
 
-def test_the_simplest_layout_that_fits_is_recommended_with_its_largest_micro_batch(
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_simplest_layout_that_fits_is_recommended_with_its_largest_micro_batch() -> None:
     """gpt2 fits with ZeRO-1 on a device; 13 B parameters need a pipeline, or ZeRO-3."""
-    small = json.loads(run(capsys, "--model", "gpt2", "--world_size", "8", "--gpu", "h100", "--json"))
-    assert (small["recommended"], small["rows"][0]["layout"]["micro_batch_size"]) == ("zero1", 8)
-    large = json.loads(run(capsys, *ARGUMENTS, "--json"))
-    assert large["recommended"] == large["rows"][0]["name"] != "zero1"
-    assert large["rows"][0]["fits"]
+    small, large = report_of("--model", "gpt2", "--world_size", "8", "--gpu", "h100"), report_of(*ARGUMENTS)
+    assert (small.rows[0].candidate.name, small.rows[0].candidate.layout.micro_batch_size) == ("zero1", 8)
+    assert small.recommended is small.rows[0]
+    assert large.recommended is large.rows[0]
+    assert large.rows[0].candidate.name != "zero1"
     model, cluster = load_model_config("gpt2"), make_cluster(gpu="h100", world_size=8, nodes=None, gpus_per_node=8)
     row = best_layout(model, cluster, seq_length=1024, batch_tokens=2**19)
     assert (row.candidate.name, row.step) == ("zero1", {})

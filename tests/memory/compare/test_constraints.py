@@ -82,5 +82,5 @@ def test_degrees_are_proposed_only_where_they_are_needed() -> None:
 def test_the_recommended_json_of_a_divided_layout_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "best.json"
     main(["--model", "llama3-70b", "--world_size", "64", "--gpu", "a100-80", "--tensor_parallel", "8",
-          "--zero_stage", "1", "--offload", "none", "--write", str(path), "--csv", str(tmp_path / "all.csv")])
+          "--zero_stage", "1", "--offload", "none", "--write", str(path)])
     assert json.loads(path.read_text())["tensor_parallel"] == {"autotp_size": 8}

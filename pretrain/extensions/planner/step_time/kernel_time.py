@@ -12,8 +12,9 @@ from pretrain.config.layout import Layout
 from pretrain.extensions.planner.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
 from pretrain.memory.hardware import Cluster, Gpu
 from pretrain.model.description import Layer, ModelConfig, Parameter
-from pretrain.model.flops import mean_keys_seen, recomputed_fraction
+from pretrain.model.flops import mean_keys_seen
 from pretrain.model.partition import BY_TIME
+from pretrain.model.recomputed_flops import recomputed_fraction
 
 # A product is computed in tiles, one per multiprocessor at a time; the last wave of tiles may leave most of them idle
 # (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). The smaller a tile, the more

@@ -15,7 +15,8 @@ from pretrain.extensions.planner.step_time.traffic import RankParameters, rank_p
 from pretrain.memory.estimate.rank import distinct_stages, pipeline_stage_layers
 from pretrain.memory.hardware import Cluster
 from pretrain.model.description import ModelConfig
-from pretrain.model.flops import flops_per_token, recomputed_fraction
+from pretrain.model.flops import flops_per_token
+from pretrain.model.recomputed_flops import recomputed_fraction
 
 # Microseconds with NCCL's protocol LL128 (src/graph/tuning.cc, baseLat and hwLat): the start of a collective, and each
 # step of a ring over NVLink, PCIe or the network. A tree has steps between nodes and, inside them, a chain of GPUs.
