@@ -20,7 +20,7 @@ from pretrain.extensions.planner.measure.rank_memory import RankMemory
 from pretrain.extensions.planner.measure.simulate_ranks import SimulationRequest, simulate_ranks
 from pretrain.memory.compare.candidates import ANY_LENGTH, Candidate
 from pretrain.memory.compare.compare import Workload
-from pretrain.memory.compare.table import print_lines, print_table, wide_console
+from pretrain.memory.compare.compare_zero import print_lines, print_table, wide_console
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory, estimate_rank
 from pretrain.memory.estimate.rank import Rank
 from pretrain.memory.footprint import in_unit

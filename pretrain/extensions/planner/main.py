@@ -3,13 +3,12 @@
 import argparse
 import os
 import sys
-from dataclasses import dataclass, replace
 
 from pretrain.distributed.device import detect_device
 from pretrain.errors import format_number
 from pretrain.extensions.planner.choices import distinct_choices
 from pretrain.extensions.planner.cost import run_cost
-from pretrain.extensions.planner.estimates import ClusterEstimates, time_of
+from pretrain.extensions.planner.estimates import time_of
 from pretrain.extensions.planner.flags import parse_flags
 from pretrain.extensions.planner.largest_fit import find_largest
 from pretrain.extensions.planner.output import (
@@ -24,33 +23,23 @@ from pretrain.extensions.planner.output import (
 )
 from pretrain.extensions.planner.plot import html
 from pretrain.extensions.planner.recommendation import recommendation_lines
-from pretrain.extensions.planner.step_time.calibrate import Calibration, calibrate, calibration_lines, on_cpus
-from pretrain.extensions.planner.step_time.kernel_time import with_predicted_times
-from pretrain.extensions.planner.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
-from pretrain.memory.compare import compare_zero
+from pretrain.extensions.planner.search import PlannerWorkload, candidates_of, workload_of
+from pretrain.extensions.planner.step_time.calibrate import calibration_lines
+from pretrain.extensions.planner.step_time.time_parameters import TimeParameters
 from pretrain.memory.compare.candidates import Candidate, CandidateSet, group_micro_batches
 from pretrain.memory.compare.compare import Workload, compare, display_order, recommend
-from pretrain.memory.compare.compare_flags import cluster_of
 from pretrain.memory.compare.compare_zero import (
-    lines_on_columns,
-    lines_on_layouts,
+    impossible_lines,
+    print_report,
     title_of,
+    unit_line,
     unit_of,
     write_output,
     write_recommended,
 )
-from pretrain.memory.compare.table import print_report
 from pretrain.memory.footprint import GB
-from pretrain.memory.hardware import DEFAULT_GPU, Cluster
+from pretrain.memory.hardware import Cluster
 from pretrain.model.flops import flops_per_token
-
-
-@dataclass(frozen=True)
-class PlannerWorkload(Workload):
-    """A workload with what its step times are predicted from."""
-
-    time_parameters: TimeParameters = DEFAULT_PARAMETERS
-    calibration: Calibration | None = None
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -83,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         if path:
             write_output(path, text(report))
     if "-" not in (flags.json, flags.csv):
-        unit = unit_of(flags, workload.cluster)
+        unit = _unit(flags, workload.cluster)
         if _shows_all(flags):
             print_report(report, unit, columns=lambda row: time_cells(row, workload, unit))
         else:
@@ -94,44 +83,9 @@ def main(argv: list[str] | None = None) -> None:
         write_recommended(flags.write, report.recommended)
 
 
-def workload_of(flags: argparse.Namespace) -> PlannerWorkload:
-    """Return the model and the machines that the flags describe, or that the run in --calibrate used."""
-    calibration = calibrate(flags.calibrate, flags.gpu) if flags.calibrate else None
-    cluster = cluster_of(flags, flags.gpu) if calibration is None else _calibrated_cluster(flags, calibration)
-    if flags.kernel_efficiency is not None:
-        cluster = replace(cluster, gpu=replace(cluster.gpu, product_efficiency=flags.kernel_efficiency))
-    parameters = calibration.parameters if calibration else DEFAULT_PARAMETERS
-    if calibration is not None and flags.model is None:
-        run = calibration.runs[0]
-        given = Workload(cluster, run.model.num_parameters(), run.model, f"the model of {run.path}")
-    else:
-        given = compare_zero.workload_of(flags, cluster)
-    return PlannerWorkload(cluster, given.num_parameters, given.model, given.name,
-                           ClusterEstimates(cluster, parameters), parameters, calibration)
-
-
-def _calibrated_cluster(flags: argparse.Namespace, calibration: Calibration) -> Cluster:
-    """Return machines like in the measured runs. Without flags, the number of ranks is the first run's."""
-    run = calibration.runs[0]
-    if flags.world_size is None and flags.nodes is None and flags.gpus_per_node is None:
-        flags = argparse.Namespace(**{**vars(flags), "world_size": run.layout.world_size})
-    cluster = cluster_of(flags, calibration.gpu.name if calibration.gpu else DEFAULT_GPU)
-    return cluster if calibration.gpu else on_cpus(cluster, run)
-
-
 def _device_kind(mode: str) -> str:
     """Return the kind of device whose kernels determine the activations. Simulations use CPU kernels."""
     return {"estimate": "cuda", "simulate": "cpu"}.get(mode) or detect_device().kind
-
-
-def candidates_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> CandidateSet:
-    """Return the layouts that the flags describe, with predicted times of layers where pipelines depend on them."""
-    found = compare_zero.candidates_of(flags, workload, device_kind)
-    model = workload.model
-    if model is None or not flags.configs:
-        return found
-    return replace(found, candidates=[replace(each, layout=with_predicted_times(each.layout, model, workload.cluster))
-                                      for each in found.candidates])
 
 
 def _smallest_micro_batches(candidates: CandidateSet) -> list[Candidate]:
@@ -167,12 +121,16 @@ def make_report(flags: argparse.Namespace, workload: PlannerWorkload, candidates
                             peak_flops=time.peak_flops, mfu=flags.mfu or time.mfu, nodes=workload.cluster.nodes,
                             tokens=flags.tokens, storage_rate=flags.storage_gbps * GB)
         choices = distinct_choices(rows, best, workload)
-        heading += recommendation_lines(rows, best, cost, workload, unit_of(flags, workload.cluster),
+        heading += recommendation_lines(rows, best, cost, workload, _unit(flags, workload.cluster),
                                         flags.storage_gbps * GB)
     report = PlannerReport(workload, rows, best, candidates.impossible, heading, [], choices, cost,
                            workload.time_parameters, workload.calibration)
     report.lines.extend(_lines_below_table(report, flags))
     return report
+
+
+def _unit(flags: argparse.Namespace, cluster: Cluster) -> str:
+    return flags.unit or ("GB" if flags.num_parameters else unit_of(cluster))
 
 
 def _shows_all(flags: argparse.Namespace) -> bool:
@@ -182,12 +140,35 @@ def _shows_all(flags: argparse.Namespace) -> bool:
 
 def _lines_below_table(report: PlannerReport, flags: argparse.Namespace) -> list[str]:
     """Explain the table."""
-    about_times = [*(calibration_lines(report.calibration) if report.calibration else []), *_other_precisions(report),
-                   step_time_line(report.workload.cluster, report.time_parameters)]
-    lines = lines_on_columns(report, flags, about_times)
+    cluster = report.workload.cluster
+    lines = [unit_line(cluster, _unit(flags, cluster))]
+    if report.workload.model is None:
+        lines.append(paper_line(report))
+    else:
+        lines += calibration_lines(report.calibration) if report.calibration else []
+        lines += _other_precisions(report)
+        lines.append(step_time_line(cluster, report.time_parameters))
+        if flags.configs:
+            lines.append("activations are those of this program's models, kernels and recomputation, also for a JSON "
+                         "of another program, which may keep more or fewer")
+        if flags.network_gbps is not None:  # networks are sold in Gbit/s
+            lines.append(f"--network_gbps {flags.network_gbps:g}: {flags.network_gbps:g} GB/s for each GPU, which is "
+                         f"{flags.network_gbps * 8:g} Gbit/s; a network of {flags.network_gbps:g} Gbit/s is "
+                         f"--network_gbps {flags.network_gbps / 8:g}")
     if not _shows_all(flags) and len(report.choices) < len(report.rows):
         return lines
-    return [*lines, *_estimator_differences(report), *lines_on_layouts(report, flags)]
+    lines += _estimator_differences(report)
+    lines += impossible_lines(report.impossible, one_line_each=bool(flags.configs))
+    return [*lines, *sorted({f"{row.candidate.name}: {note}" for row in report.rows
+                             for note in row.candidate.layout.notes})]
+
+
+def paper_line(report: PlannerReport) -> str:
+    """Model states of a rank in GB, as in the ZeRO paper (arXiv 1910.02054, figure 1 and table 1)."""
+    sizes = {row.candidate.layout.zero_stage: row.estimate.steady.states("device") / GB
+             for row in reversed(report.rows) if row.candidate.layout.offload_optimizer == "none"}
+    return "model states of a rank, ZeRO-" + "/".join(map(str, sorted(sizes))) + ": " + \
+        " / ".join(f"{size:.0f}" if size >= 100 else f"{size:.1f}" for _, size in sorted(sizes.items())) + " GB"
 
 
 def _estimator_differences(report: PlannerReport) -> list[str]:

@@ -20,7 +20,7 @@ from pretrain.extensions.planner.step_time.calibrate import Calibration, calibra
 from pretrain.extensions.planner.step_time.time_parameters import TimeParameters
 from pretrain.extensions.planner.step_time.traffic import link_bytes, rank_parameters, step_traffic
 from pretrain.memory.compare.compare import ComparisonRow, Workload
-from pretrain.memory.compare.table import (
+from pretrain.memory.compare.compare_zero import (
     DEVICE_COLUMNS,
     ComparisonReport,
     heading_lines,

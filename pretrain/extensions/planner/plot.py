@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from pretrain.errors import ConfigError
-from pretrain.memory.compare.table import ComparisonReport, verdict
+from pretrain.memory.compare.compare_zero import ComparisonReport, verdict
 from pretrain.memory.footprint import GIB, ROLES, in_unit
 
 COLOURS = dict(zip(ROLES, ("#4477aa", "#ee6677", "#228833", "#66ccee", "#bbbbbb", "#ccbb44", "#aa3377", "#dddddd"),

@@ -42,9 +42,9 @@ class Workload:
     estimates: StepEstimates | None = None  # None: nothing predicts a step
 
     @classmethod
-    def of(cls, model: ModelConfig, cluster: Cluster) -> "Workload":
+    def of(cls, model: ModelConfig, cluster: Cluster, name: str = "") -> "Workload":
         """Return the workload with the estimates of extensions."""
-        return cls(cluster, model.num_parameters(), model, estimates=step_estimates(cluster))
+        return cls(cluster, model.num_parameters(), model, name, step_estimates(cluster))
 
 
 @dataclass(frozen=True)

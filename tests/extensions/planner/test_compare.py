@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from pretrain.extensions.planner.flags import parse_flags
-from pretrain.extensions.planner.main import candidates_of, main, make_report, workload_of
+from pretrain.extensions.planner.main import main, make_report
 from pretrain.extensions.planner.output import PlannerReport, print_choices, time_cells
 from pretrain.extensions.planner.plot import html
-from pretrain.memory.compare.table import print_report
+from pretrain.extensions.planner.search import candidates_of, workload_of
+from pretrain.memory.compare.compare_zero import print_report
 from pretrain.memory.footprint import GIB, in_unit
 from tests.support.effort import HEAVY, CountCalls, run_and_list_imports
 from tests.support.launch import ROOT, train_ranks
@@ -276,6 +277,13 @@ def test_the_recommended_json_runs(corpus: str, tmp_path: Path) -> None:
     assert "step       2/2" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("memory: predicted")]
     assert "measured" in line
+
+
+def test_the_recommended_json_of_a_divided_layout_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    main(["--model", "llama3-70b", "--world_size", "64", "--gpu", "a100-80", "--tensor_parallel", "8",
+          "--zero_stage", "1", "--offload", "none", "--write", str(path)])
+    assert json.loads(path.read_text())["tensor_parallel"] == {"autotp_size": 8}
 
 
 def test_simulate_and_measure(capsys: pytest.CaptureFixture[str], tmp_path: Path,

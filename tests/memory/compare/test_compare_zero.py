@@ -7,11 +7,11 @@ import pytest
 
 from pretrain.commands.new.layout import best_layout
 from pretrain.config.layout import Layout
-from pretrain.memory.compare import compare, compare_zero
+from pretrain.memory.compare import compare
 from pretrain.memory.compare.changes_that_fit import changes_that_fit
-from pretrain.memory.compare.compare_flags import cluster_of, parse_flags
-from pretrain.memory.compare.compare_zero import candidates_of, main, make_report, workload_of
-from pretrain.memory.compare.table import ComparisonReport
+from pretrain.memory.compare.combinations import Axes
+from pretrain.memory.compare.compare import Workload
+from pretrain.memory.compare.compare_zero import ComparisonReport, main, make_report
 from pretrain.memory.footprint import GIB
 from pretrain.memory.hardware import make_cluster
 from pretrain.model.config import load_model_config
@@ -23,8 +23,7 @@ ARGUMENTS = ["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"]
 @pytest.fixture(autouse=True)
 def _without_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """No extension predicts step times."""
-    for module in (compare, compare_zero):
-        monkeypatch.setattr(module, "step_estimates", lambda cluster: None)
+    monkeypatch.setattr(compare, "step_estimates", lambda cluster: None)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -32,19 +31,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_sizes_of_the_zero_paper_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """ZeRO (arXiv 1910.02054), figure 1: 7.5e9 parameters on 64 GPUs."""
-    assert "120 / 31.4 / 16.6 / 1.9 GB" in run(capsys, "--num_parameters", "7.5e9", "--world_size", "64")
-
-
-def report_of(*arguments: str) -> ComparisonReport:
-    flags = parse_flags(list(arguments))
-    workload = workload_of(flags, cluster_of(flags, flags.gpu))
-    return make_report(flags, workload, candidates_of(flags, workload, "cuda"))
+def report_of(name: str, *, gpu: str, world_size: int) -> ComparisonReport:
+    cluster = make_cluster(gpu=gpu, world_size=world_size, nodes=None, gpus_per_node=None)
+    return make_report(Workload.of(load_model_config(name), cluster, name), Axes())
 
 
 def test_the_table_has_all_layouts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text, report = run(capsys, *ARGUMENTS, "--write", str(tmp_path / "best.json")), report_of(*ARGUMENTS)
+    text = run(capsys, *ARGUMENTS, "--write", str(tmp_path / "best.json"))
+    report = report_of("gpt3-13b", gpu="a100-40", world_size=64)
     lines = {line.split()[0]: line for line in text.splitlines() if line.startswith(("zero", "pipeline"))}
     assert list(lines) == [row.candidate.name for row in report.rows]
     assert len(lines) > 30
@@ -60,7 +54,8 @@ def test_the_table_has_all_layouts(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_the_simplest_layout_that_fits_is_recommended_with_its_largest_micro_batch() -> None:
     """gpt2 fits with ZeRO-1 on a device; 13 B parameters need a pipeline, or ZeRO-3."""
-    small, large = report_of("--model", "gpt2", "--world_size", "8", "--gpu", "h100"), report_of(*ARGUMENTS)
+    small = report_of("gpt2", gpu="h100", world_size=8)
+    large = report_of("gpt3-13b", gpu="a100-40", world_size=64)
     assert (small.rows[0].candidate.name, small.rows[0].candidate.layout.micro_batch_size) == ("zero1", 8)
     assert small.recommended is small.rows[0]
     assert large.recommended is large.rows[0]
@@ -79,9 +74,9 @@ def test_changes_that_fit_begin_with_the_fewest() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ([], "--model / --num_parameters"), (["--model", "gpt2", "--num_parameters", "1e9"], "both"),
+    (["--world_size", "8"], "--model"), (["--model", "gpt2"], "--world_size"),
+    (["--model", "gpt2", "--world_size", "8", "--zero_stage", "4"], "--zero_stage"),
     (["--model", "gpt2", "--world_size", "8", "--calibrate", "runs/x"], "--calibrate"),
-    (["--model", "gpt2", "--world_size", "8", "--gpu", "0.01", "--write", "x.json"], "no layout that fits"),
-    (["--num_parameters", "7e9", "--world_size", "8", "--micro_batch_size", "2"], "--micro_batch_size")])
+    (["--model", "gpt2", "--world_size", "8", "--gpu", "0.01", "--write", "x.json"], "no layout that fits")])
 def test_wrong_flags_are_rejected_in_one_line(arguments: list[str], message: str) -> None:
     assert message in rejection(main, arguments)
