@@ -21,7 +21,6 @@ _USED_FOLDER = {**_NO_NEW_FOLDER, "other folder": "{world}/done"}
 _USED_FOLDER_OR_STEP = {**_USED_FOLDER, "hf": "{world}/hf", "other step": "{world}/global_step3"}
 _NO_PREFIX = {**_UNWRITABLE, "slash": "{world}/nvme/", "dot": ".", "dot dot": "..", "suffix": "x.bin"}
 _NO_DATA = {name: f"{{world}}/{name}" for name in ("none", "truncated", "corrupt", "lonely", "x.bin", "nvme/")}
-_ALL = {**_UNREADABLE, **_UNWRITABLE, "file": "{world}/file"}
 _NAME = "the last part of the path"  # instead of a text of the error; errors shorten long paths
 # programs, command line, wrong paths, text of the error
 _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
@@ -65,16 +64,12 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
      _NO_DATA, _NAME),
     (("data split",), "PATH REST", _NO_DATA, _NAME),
     (("data merge",), "{world}/out PATH {world}/foreign", _NO_DATA, _NAME),
-    *((("compare",), f"RIGHT {flag} PATH", {**_NO_FILE, "folder": "{world}/nvme"}, flag)
-      for flag in ("--json", "--csv", "--write")),
-    (("compare",), "RIGHT --plot PATH.html", _NO_FILE, "--plot"),
-    (("compare",), "RIGHT --plot PATH", {"folder": "{world}/nvme"}, "--plot"),
+    (("compare",), "RIGHT --write PATH", {**_NO_FILE, "folder": "{world}/nvme"}, "--write"),
     ((EVALUATE,), "RIGHT --json PATH", {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
     (("new",), "PATH.yaml REST", _NO_FILE, _NAME),
     *((("new",), f"RIGHT --{flag} PATH", _UNREADABLE, flag) for flag in ("model", "tokenizer")),
     (("new",), "RIGHT --data PATH", _UNREADABLE, _NAME),
     (("new",), "RIGHT --save PATH", _NO_NEW_FOLDER, "--save"),
-    (("compare",), "RIGHT --configs PATH", _ALL, _NAME),
     (("compare",), "RIGHT --model PATH", _UNREADABLE, "--model"),
     *((programs, words, {**_NO_FILE, **paths}, culprit) for module in of_extensions()
       for programs, words, paths, culprit in getattr(module, "OUTPUT_FILES", ())),
