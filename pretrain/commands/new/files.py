@@ -19,7 +19,7 @@ from pretrain.memory.compare.compare import ComparisonRow, step_estimates
 from pretrain.memory.footprint import checkpoint_text, in_unit
 from pretrain.memory.hardware import Cluster
 
-SECONDS_BETWEEN_SAVES = 1800
+SECONDS_BETWEEN_SAVES, STEPS_BETWEEN_SAVES = 1800, 1000  # the latter if nothing predicts the time of a step
 HOSTFILE = "hosts"
 DEFAULT_SPLIT, _LARGE_VALIDATION, _NO_VALIDATION = RunArguments().split, "90,10,0", "100,0,0"
 
@@ -54,8 +54,8 @@ class NewRun:
     @property
     def interval(self) -> int:
         """Steps between two checkpoints."""
-        most = self.num_steps // 4
-        return max(1, min(round(SECONDS_BETWEEN_SAVES / self.row.step_seconds), most) if self.row.step else most)
+        steps = round(SECONDS_BETWEEN_SAVES / self.row.step_seconds) if self.row.step else STEPS_BETWEEN_SAVES
+        return max(1, min(steps, self.num_steps // 4))
 
 
 def tokens_word(number: int) -> str:
@@ -120,8 +120,8 @@ def _yaml_values(run: NewRun) -> list[tuple[str, dict[str, Any]]]:
          {"train_tokens": tokens_word(run.tokens)}),
         (f"peak rate of {defaults.name} ({defaults.source}); warm-up in 1% of the steps, cosine to 10%",
          {"learning_rate": defaults.learning_rate}),
-        ("about 30 minutes of training, as predicted, and at most a quarter of the run" if run.row.step else
-         "a quarter of the run",
+        (("about 30 minutes of training, as predicted" if run.row.step else f"{STEPS_BETWEEN_SAVES:,} steps")
+         + ", and at most a quarter of the run",
          {"eval_interval": run.interval, "save_interval": run.interval}),
         (checkpoint_text(layout.checkpoint_bytes(run.model.config.num_parameters()), run.cluster.nodes),
          {"keep_checkpoints": 2}),
