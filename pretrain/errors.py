@@ -152,6 +152,14 @@ def format_number(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if abs(value) >= 10**(digits - 1) else f"{value:.{digits}g}"
 
 
+def tokens_text(number: float) -> str:
+    """Format a number of tokens or parameters: 26 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:,.4g} {unit}"
+    return f"{number:,.0f}"
+
+
 def printable(text: str) -> str:
     """Return `text` on one line, with control characters escaped. For one value that was read from a file."""
     return one_line(" ".join(text.split()))

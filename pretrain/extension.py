@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
+    from pretrain.config.layout import Layout
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
     from pretrain.data.tokenizers.tokenizer import TokenizerFormat
+    from pretrain.model.description import ModelConfig
     from pretrain.model.operator_memory import OperatorMemory
     from pretrain.model.operators import Kernels
 
@@ -99,6 +101,17 @@ class Section(Protocol):
 
     def data(self) -> Any:
         """Return JSON values for the script; None: there is nothing to show. Text in them may be foreign."""
+
+
+class StepEstimates(Protocol):
+    """Predicts a training step on known machines. The estimates are numbers and texts by name.
+
+    "step_seconds": layouts are ordered by it; "relative_error" of this time, within which times count as equal; "mfu";
+    if the tokens of a run are given, "cost": a line about it. Other names are for who provides them.
+    """
+
+    def __call__(self, layout: "Layout", model: "ModelConfig", tokens: float | None = None) -> Mapping[str, Any]:
+        """Return the estimates of a layout."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +194,9 @@ class Extension:
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
     # () -> a TokenizerFormat (data/tokenizers/tokenizer.py): more values and files that --tokenizer takes
     tokenizers: "str | Callable[[], TokenizerFormat]" = ""
+    # (cluster, measured=) -> a StepEstimates for these machines; if `measured` has run folders, it is fitted to these
+    # runs, for machines like those of the last one. Raises ConfigError for runs that cannot be used; imports no torch
+    estimates: "str | Callable[..., StepEstimates]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.commands import check
+from pretrain.commands import COMMANDS, check
 from pretrain.config.layout import Layout
-from pretrain.memory.compare import compare_zero
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.footprint import GIB
-from pretrain.memory.step_time.kernel_time import more_flops
 from pretrain.model.config import load_model_config
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
+from pretrain.model.recompute import Recompute
+from pretrain.model.recomputed_flops import more_flops
 from tests.support.launch import ROOT
 from tests.support.pages import blocks
 from tests.support.sparse_data import write_sparse_data
@@ -56,8 +56,9 @@ def is_printed(line: str, printed: str) -> bool:
                          ids=lambda lines: shlex.split(lines[0])[3] if lines[0].startswith("ds-") else "")
 def test_compare_prints_the_outputs_of_the_page(commands: list[str], output: list[str],
                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    main = COMMANDS["compare"].load()
     for command in commands:
-        compare_zero.main(shlex.split(command)[2:])
+        main(shlex.split(command)[2:])
     printed = capsys.readouterr().out
     assert [line for line in output if not is_printed(line, printed)] == []
 
@@ -92,8 +93,7 @@ def test_recomputation_adds_the_flops_of_the_page() -> None:
     choices = (("blocks", 1), ("blocks", 2), ("blocks", 3), ("attention", 1), ("mlp", 1))
     for name, tokens, *cells in table("Recomputation", "| model |"):
         model = load_model_config(name)
-        found = [more_flops(Layout(recompute=part, recompute_every=every, seq_length=int(tokens)), model)
-                 for part, every in choices]
+        found = [more_flops(model, Recompute(part, every), int(tokens)) for part, every in choices]
         assert [f"{each:.1%}" for each in found] == cells, name
 
 

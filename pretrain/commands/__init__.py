@@ -21,7 +21,7 @@ COMMANDS = {
     "quickstart": Command(_RUN, "train a small model on a fresh machine, from corpus to sample",
                           f"{_HERE}.quickstart"),
     "check": Command(_BEFORE, "validate a run without training", f"{_HERE}.check"),
-    "compare": Command(_BEFORE, "compare layouts: memory, step time, cost", "pretrain.memory.compare.compare_zero"),
+    "compare": Command(_BEFORE, "compare layouts: memory", "pretrain.memory.compare.compare_zero"),
     "corpus": Command(_DATA, "write a small corpus, the source code of Python's library", f"{_HERE}.corpus"),
     "tokenizer": Command(_DATA, "train a SentencePiece tokenizer", f"{_HERE}.prepare", "tokenizer_main"),
     "prepare": Command(_DATA, "tokenize text into token files (.bin and .idx)", f"{_HERE}.prepare", "prepare_main",

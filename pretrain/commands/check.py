@@ -20,9 +20,8 @@ from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_
 from pretrain.errors import ConfigError, counted
 from pretrain.memory.hardware import find_gpu
 from pretrain.memory.memory_watch import plan_remarks
-from pretrain.memory.step_time.kernel_time import more_flops
 from pretrain.model.attention_memory import expected_operator
-from pretrain.model.recompute import Recompute
+from pretrain.model.recomputed_flops import more_flops
 from pretrain.terminal import print_rows
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
@@ -50,7 +49,7 @@ def plan_lines(plan: Plan) -> list[str]:
         "layout": ", ".join([ranks, *experts, *offload]),
         "precision": precision,
         "attention": _attention(plan),
-        "recompute": _recomputation(layout.recomputation) + _more_flops(plan),
+        "recompute": _recomputation(plan),
         "batch": batch,
         "ramp-up": batches_text(plan.length),
         "model": f"{plan.args.model or 'of the weights'}: {plan.model.architecture}, "
@@ -116,19 +115,16 @@ def _source_lines(plan: Plan) -> list[str]:
                                            strict=True)]
 
 
-def _recomputation(recompute: Recompute) -> str:
-    """Describe which activations are recomputed in the backward pass, and where their inputs are kept."""
-    if not recompute.is_on:
-        return "no activations"
-    what = {"blocks": "all activations", "attention": "activations of attention", "mlp": "activations of the MLP",
-            "none": f"activations, in groups of {counted(recompute.interval, 'layer')}"}[recompute.part]
-    where = f" in one of {recompute.every} blocks" if recompute.every > 1 else ""
-    return what + where + ("; inputs in host memory" if recompute.offload else "")
-
-
-def _more_flops(plan: Plan) -> str:
-    more = more_flops(plan.layout, plan.model)
-    return f"; {more:.1%} more FLOPs" if more else ""
+def _recomputation(plan: Plan) -> str:
+    """Describe which activations the backward pass recomputes, where their inputs are kept, and the added FLOPs."""
+    recompute, text = plan.layout.recomputation, "no activations"
+    if recompute.is_on:
+        text = {"blocks": "all activations", "attention": "activations of attention", "mlp": "activations of the MLP",
+                "none": f"activations, in groups of {counted(recompute.interval, 'layer')}"}[recompute.part]
+        text += f" in one of {recompute.every} blocks" if recompute.every > 1 else ""
+        text += "; inputs in host memory" if recompute.offload else ""
+    more = more_flops(plan.model, recompute, plan.layout.seq_length)
+    return f"{text}; {more:.1%} more FLOPs" if more else text
 
 
 def device_of(kind: str | None, gpu: str | None) -> Device:

@@ -249,3 +249,17 @@ def loss_scale_state(engine: DeepSpeedEngine) -> dict[str, float] | None:
     scaler = _loss_scaler(engine)
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     return {name: float(getattr(scaler, name)) for name in names if getattr(scaler, name, None) is not None}
+
+
+def random_batches(plan: Plan) -> list[MicroBatch]:
+    """Return the micro-batches of one step of one rank, with random tokens. A sample is a single document."""
+    shape = (plan.layout.micro_batch_size, plan.args.seq_length)
+
+    def batch() -> MicroBatch:
+        tokens_BT = torch.randint(plan.model.vocab_size, shape)
+        labels = (tokens_BT.clone(), torch.full(shape, 1.0 / (shape[0] * shape[1])))
+        if not plan.layout.document_attention:
+            return tokens_BT, labels
+        return (tokens_BT, torch.arange(shape[1]).repeat(shape[0], 1)), labels
+
+    return [batch() for _ in range(plan.layout.gradient_accumulation_steps)]

@@ -1,5 +1,4 @@
-"""Memory of a layout: estimated by formulas, simulated with an engine on tensors without data, or measured in a run.
+"""Memory of a layout: estimated by formulas, compared with other layouts, and measured in a step of a run.
 
-Imports cli, config, data, distributed, engine, model, monitor, paths and errors; never checkpoint/ or the
-trainer.
+Imports cli, config, data, distributed, engine, model, paths and errors; never checkpoint/ or the trainer.
 """

@@ -1,16 +1,18 @@
 """Bytes of one rank by role (what the bytes are for) and location (which memory holds them), and bytes as text.
 
-Estimates, simulations and measurements all return a Footprint, so that they can be compared role by role.
+Estimates and inventories of engines are a Footprint, so that they can be compared role by role.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from pretrain.errors import counted, format_number
 
 GIB = 2**30
 GB = 10**9
 UNITS = ("GiB", "GB", "MiB")  # choices of --unit
 _UNIT_BYTES = {"MiB": 2**20, "GiB": GIB, "GB": GB, "TB": 1000 * GB}
+STORAGE_RATE = 2e9  # bytes a second that one node writes to the checkpoints' storage: an assumption
 DEFAULT_MARGIN = 0.05  # fraction of device memory that holds no tensors: CUDA context, NCCL buffers, workspaces
 ROLES = ("parameters", "gradients", "master_weights", "optimizer_states", "buffers", "activations", "logits", "margin")
 STATES = ROLES[:4]
@@ -73,30 +75,6 @@ class Footprint:
             result.setdefault(role, {})[location] = size
         return result
 
-    @classmethod
-    def of_json(cls, values: Mapping[str, Mapping[str, Any]]) -> "Footprint":
-        """Make a footprint from the result of `to_json`."""
-        return cls.of(((role, location), int(size)) for role, sizes in values.items()
-                      for location, size in sizes.items())
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Memory of one rank during some steps of an engine, measured or simulated."""
-
-    held: Footprint  # between backward pass and optimizer step; swap files included, with their sizes on disk
-    peak_bytes: int  # of all tensors together in a step after the first; on CUDA max_memory_allocated
-    unaccounted_bytes: int  # of tensors alive at that point that the inventory did not find; -1 on CUDA: not known
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to the fields' names and values."""
-        return {**vars(self), "held": self.held.to_json()}
-
-    @classmethod
-    def of_json(cls, values: Mapping[str, Any]) -> "RankMemory":
-        """Make an object from the result of `to_json`."""
-        return cls(**{**values, "held": Footprint.of_json(values["held"])})
-
 
 def in_unit(size_bytes: float, unit: str) -> str:
     """Format bytes as a table's number: one decimal, below 1 two significant digits, "-" for 0."""
@@ -110,3 +88,11 @@ def with_unit(size_bytes: int) -> str:
     """Format bytes with a unit: MiB below 1 GiB, TB from 1000 GiB, GiB between."""
     unit = "MiB" if size_bytes < GIB else "GiB" if size_bytes < 1000 * GIB else "TB"
     return f"{in_unit(size_bytes, unit) if size_bytes else 0} {unit}"
+
+
+def checkpoint_text(size_bytes: int, nodes: int, storage_rate: float = STORAGE_RATE) -> str:
+    """Describe the size of a checkpoint, and the time that all nodes together write it, in one sentence."""
+    unit, size = next(((unit, size) for unit, size in (("TB", 1e12), ("GB", 1e9)) if size_bytes >= size), ("MB", 1e6))
+    seconds = size_bytes / nodes / storage_rate
+    return f"a checkpoint has {format_number(size_bytes / size)} {unit} and takes {format_number(seconds)} s at " \
+           f"{storage_rate / GB:g} GB/s a node, {counted(nodes, 'node')}"

@@ -79,6 +79,9 @@ GPUS = {gpu.name: gpu for gpu in (
     _gpu("v100-16", 15.7, "V100", 900, 150, 15, 6.2, 64, 960, 0.8, 80, 0.80, 0.25, knows_bf16=False),
     _gpu("t4", 14.6, "T4", 320, 15, 15, 1.5, 48, 110, 0.3, 40, 0.70, 0.25, knows_bf16=False),
 )}
+# A CPU's rates, of a thread: assumptions. A calibration with measured runs scales all of them together.
+_CPU_TFLOPS, _CPU_MEMORY_RATE, _CPU_ATTENTION = 0.5, 8 * GB, 0.1
+_CPU_PEER_RATE = 1 * GB  # between processes of a host: an assumption
 _ALIASES = {"a100-80": "a100", "v100-32": "v100", "h100-80": "h100", "h100-sxm": "h100"}
 
 
@@ -185,3 +188,12 @@ def _nodes_and_gpus(world_size: int | None, nodes: int | None, gpus_per_node: in
                                   f"{counted(gpus_per_node, 'GPU')}",
                           remedy=f"give --world_size {nodes * gpus_per_node}, or other --nodes and --gpus_per_node")
     return nodes, gpus_per_node
+
+
+def cpu_cluster(cluster: Cluster, *, memory_bytes: int, threads: float, label: str) -> Cluster:
+    """Return the cluster with CPUs instead of GPUs. Each rank has `threads`, and its part of a host's memory."""
+    of_rank = memory_bytes // cluster.gpus_per_node
+    cpu = Gpu("cpu", of_rank, label, threads * _CPU_MEMORY_RATE, _CPU_PEER_RATE, threads * _CPU_MEMORY_RATE,
+              cluster.network_rate, of_rank, 0, 1.0, 1, 1.0, _CPU_ATTENTION, kind="cpu",
+              peak_tflops=threads * _CPU_TFLOPS)
+    return replace(cluster, gpu=cpu, host_memory_bytes=memory_bytes, nvme_bytes=0, nvme_rate=1.0)

@@ -29,7 +29,7 @@ from pretrain.memory.footprint import DEFAULT_MARGIN, with_unit
 if TYPE_CHECKING:
     from pretrain.config.plan import Plan
     from pretrain.data.loader import MicroBatch
-    from pretrain.memory.measure.cpu_step_peak import StepPeak
+    from pretrain.memory.cpu_step_peak import StepPeak
 
 REPORTED_STEP = 2  # counted from the start of this process: the first step allocates the optimizer states
 # Growth of a CPU process from its start to the end of a step, without its tensors: library code that is loaded into
@@ -62,7 +62,7 @@ class MemoryWatch(Callback):
         if get_accelerator().device_name() != "cpu":
             open_gpu(world)
             return cls(plan, world, free_gpu_bytes(_predicted_bytes(plan)), 0)
-        from pretrain.memory.measure.cpu_step_peak import StepPeak
+        from pretrain.memory.cpu_step_peak import StepPeak
 
         available = max(0, _available_host_bytes(world.local_size) - PROCESS_GROWTH_BYTES)
         return cls(plan, world, available, resident_bytes()[0], StepPeak())
@@ -221,7 +221,7 @@ def advice(watch: "MemoryWatch", error: BaseException) -> list[str]:
 
 
 def _changes_that_fit(watch: MemoryWatch, budget_bytes: int) -> list[str]:
-    """Describe other layouts that fit into a budget. A process of its own compares them: a run needs no planner."""
+    """Describe other layouts that fit into a budget. A process of its own compares them: a run does not."""
     request = {"layout": watch.plan.layout, "model": watch.plan.model, "ranks_per_node": watch.world.local_size,
                "budget_bytes": budget_bytes}
     try:
@@ -229,10 +229,8 @@ def _changes_that_fit(watch: MemoryWatch, budget_bytes: int) -> list[str]:
                                 input=pickle.dumps(request), stdout=subprocess.PIPE)
     except (OSError, subprocess.CalledProcessError) as error:
         return [f"the search for changes that fit failed: {error}. {_COMPARE}"]
-    changes = search.stdout.decode().splitlines()
-    if not changes:
-        return ["no other layout of these ranks is predicted to fit: use more ranks or a smaller model"]
-    return ["changes that are predicted to fit, the fastest first:", *(f"  {change}" for change in changes)]
+    return search.stdout.decode().splitlines() or [
+        "no other layout of these ranks is predicted to fit: use more ranks or a smaller model"]
 
 
 def print_advice(lines: list[str], world: World) -> None:

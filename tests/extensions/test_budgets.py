@@ -23,6 +23,7 @@ MOST_LINES = {
     "near_duplicates": 340,
     "notify": 490,
     "overlap": 550,
+    "planner": 2630,
     "profile": 520,
     "recipes": 850,
     "replay": 2590,

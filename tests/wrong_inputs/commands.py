@@ -7,7 +7,6 @@ from shlex import quote
 from pretrain.active_extensions import run_files
 from tests.wrong_inputs.case import DEEP, TRAIN, Case, case_of, of_extensions
 from tests.wrong_inputs.paths import (
-    ALL,
     IN_CHECKPOINT,
     LONG,
     NAME,
@@ -60,16 +59,12 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("corpus",), "PATH", NO_NEW_FOLDER, NAME),
     (("prepare",), "RIGHT --out PATH", NO_PREFIX, "--out"),
     (("data hash", "data verify", "data info"), "PATH", NO_DATA, NAME),
-    *((("compare",), f"RIGHT {flag} PATH", {**NO_FILE, "folder": "{world}/nvme"}, flag)
-      for flag in ("--json", "--csv", "--write")),
-    (("compare",), "RIGHT --plot PATH.html", NO_FILE, "--plot"),
-    (("compare",), "RIGHT --plot PATH", {"folder": "{world}/nvme"}, "--plot"),
+    (("compare",), "RIGHT --write PATH", {**NO_FILE, "folder": "{world}/nvme"}, "--write"),
     ((EVALUATE,), "RIGHT --json PATH", {**NO_FILE, "folder": "{world}/nvme"}, "--json"),
     (("new",), "PATH.yaml REST", NO_FILE, NAME),
     *((("new",), f"RIGHT --{flag} PATH", UNREADABLE, flag) for flag in ("model", "tokenizer")),
     (("new",), "RIGHT --data PATH", UNREADABLE, NAME),
     (("new",), "RIGHT --save PATH", NO_NEW_FOLDER, "--save"),
-    (("compare",), "RIGHT --configs PATH", ALL, NAME),
     (("compare",), "RIGHT --model PATH", UNREADABLE, "--model"),
     *((programs, words, {**NO_FILE, **paths}, culprit) for module in of_extensions()
       for programs, words, paths, culprit in getattr(module, "OUTPUT_FILES", ())),

@@ -7,6 +7,7 @@ row has ranks. Only the values of the initial weights are left out, which take t
 """
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -33,9 +34,9 @@ from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World, running_environment
 from pretrain.engine import build
 from pretrain.engine.prepare import prepare_deepspeed
+from pretrain.engine.steps import random_batches, train_batch
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import estimate_memory
-from pretrain.memory.measure.measure_run import measure_engine
 from pretrain.model.parameters import DTYPES
 
 TOLERANCE = 0.05
@@ -82,15 +83,22 @@ def measure(row: str, world: World) -> dict[str, Any]:
     plan = check_settings(parse_arguments(words), world_size=world.size, device=detect_device())
     init_process_group(world)
     build.initialize_parameters = partial(leave_empty, dtype=DTYPES[plan.layout.precision])
-    measured = measure_engine(plan, tracked_steps=2, timed_steps=0)
-    estimate = estimate_memory(plan.model, plan.layout)
-    if not any("optimizer_states" in rank["memory"]["held"] for rank in measured):
+    engine, batches = build.build_engine(plan), random_batches(plan)
+    train_batch(engine, batches)  # allocates the optimizer states
+    if engine.skipped_steps:
         raise ConfigError("the first step", problem="it did not update")
+    gc.collect()  # reference cycles of torch's compiler hold the inputs of the first calls
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    train_batch(engine, batches)
+    torch.cuda.synchronize()
+    allocated = gather((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+    engine.destroy()
+    estimate = estimate_memory(plan.model, plan.layout)
     margin = estimate.peak.total("margin", "device")
     return {"row": row, "predicted": estimate.device_bytes - margin, "predicted_reserved": estimate.reserved_bytes,
             "phase": estimate.phase, "roles": estimate.peak.to_json(),
-            "allocated": max(rank["memory"]["peak_bytes"] for rank in measured),
-            "reserved": max(gather(torch.cuda.max_memory_reserved()))}
+            "allocated": max(each for each, _ in allocated), "reserved": max(each for _, each in allocated)}
 
 
 def leave_empty(module: torch.nn.Module, *_args: Any, dtype: torch.dtype, **_keywords: Any) -> None:

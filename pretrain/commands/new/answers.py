@@ -20,8 +20,7 @@ from pretrain.data.token_schedules import parse_token_count
 from pretrain.data.tokenizers.tokenizer import BYTES, load_tokenizer
 from pretrain.distributed.device import cpu_device, cpu_name, nvidia_smi
 from pretrain.errors import ConfigError, shorten
-from pretrain.memory.hardware import Cluster, find_gpu, gpu_by_label, make_cluster
-from pretrain.memory.step_time.calibrate import cpu_cluster
+from pretrain.memory.hardware import Cluster, cpu_cluster, find_gpu, gpu_by_label, make_cluster
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.description import ModelConfig
 from pretrain.remote import without_credentials

@@ -14,13 +14,12 @@ from pretrain.commands.next_command import LISTED
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.write_yaml import comment_line, yaml_entry
-from pretrain.errors import counted, format_number, one_line
-from pretrain.memory.compare.compare import ComparisonRow, Cost, cost_lines, run_cost, tokens_text
-from pretrain.memory.footprint import in_unit
+from pretrain.errors import counted, format_number, one_line, tokens_text
+from pretrain.memory.compare.compare import ComparisonRow, step_estimates
+from pretrain.memory.footprint import checkpoint_text, in_unit
 from pretrain.memory.hardware import Cluster
-from pretrain.model.flops import flops_per_token
 
-SECONDS_BETWEEN_SAVES = 1800
+SECONDS_BETWEEN_SAVES, STEPS_BETWEEN_SAVES = 1800, 1000  # the latter if nothing predicts the time of a step
 HOSTFILE = "hosts"
 DEFAULT_SPLIT, _LARGE_VALIDATION, _NO_VALIDATION = RunArguments().split, "90,10,0", "100,0,0"
 
@@ -53,19 +52,10 @@ class NewRun:
         return self.steps or -(-self.tokens // self.row.candidate.layout.tokens_per_step)
 
     @property
-    def cost(self) -> Cost:
-        """Predicted cost of the run."""
-        layout, time = self.row.candidate.layout, self.row.time
-        assert time is not None
-        return run_cost(layout, num_parameters=self.model.config.num_parameters(), peak_flops=time.peak_flops,
-                        flops_per_token=flops_per_token(self.model.config, layout.seq_length), mfu=time.mfu,
-                        nodes=self.cluster.nodes, tokens=self.num_steps * layout.tokens_per_step)
-
-    @property
     def interval(self) -> int:
         """Steps between two checkpoints."""
-        seconds = self.row.time.total_seconds if self.row.time else 1.0
-        return max(1, min(round(SECONDS_BETWEEN_SAVES / seconds), self.num_steps // 4))
+        steps = round(SECONDS_BETWEEN_SAVES / self.row.step_seconds) if self.row.step else STEPS_BETWEEN_SAVES
+        return max(1, min(steps, self.num_steps // 4))
 
 
 def tokens_word(number: int) -> str:
@@ -82,21 +72,20 @@ def title(run: NewRun) -> str:
 
 
 def layout_line(run: NewRun) -> str:
-    """Describe the layout, its memory and its predicted time."""
-    row, layout, cluster = run.row, run.row.candidate.layout, run.cluster
-    line = f"{row.candidate.name}, micro-batch {layout.micro_batch_size} x {layout.gradient_accumulation_steps} " \
-           f"accumulation: {in_unit(row.estimate.device_bytes, 'GiB')} of " \
-           f"{in_unit(cluster.gpu.memory_bytes, 'GiB')} GiB of a rank"
-    if row.time is None or cluster.gpu.kind == "cpu":
+    """Describe the layout, its memory and, on GPUs, its predicted time."""
+    row, cluster = run.row, run.cluster
+    line = f"{row.describe(cluster, 'GiB')} of a rank"
+    if not row.step or cluster.gpu.kind == "cpu":
         return line
-    return f"{line}, {format_number(row.time.total_seconds)} s a step, MFU {row.time.mfu:.0%}"
+    return f"{line}, {format_number(row.step_seconds)} s a step, MFU {row.step['mfu']:.0%}"
 
 
 def length_line(run: NewRun) -> str:
     """Describe the length of the run, and on GPUs its predicted cost."""
-    if run.cluster.gpu.kind == "cpu":
-        return f"{run.num_steps:,} steps x {run.row.candidate.layout.tokens_per_step:,} tokens"
-    return cost_lines(run.cost, run.cluster.nodes)[0]
+    layout, estimates = run.row.candidate.layout, step_estimates(run.cluster)
+    if run.cluster.gpu.kind == "cpu" or estimates is None:
+        return f"{run.num_steps:,} steps x {layout.tokens_per_step:,} tokens"
+    return str(estimates(layout, run.model.config, run.num_steps * layout.tokens_per_step)["cost"])
 
 
 def yaml_text(run: NewRun) -> str:
@@ -131,9 +120,11 @@ def _yaml_values(run: NewRun) -> list[tuple[str, dict[str, Any]]]:
          {"train_tokens": tokens_word(run.tokens)}),
         (f"peak rate of {defaults.name} ({defaults.source}); warm-up in 1% of the steps, cosine to 10%",
          {"learning_rate": defaults.learning_rate}),
-        ("about 30 minutes of training, as predicted, and at most a quarter of the run",
+        (("about 30 minutes of training, as predicted" if run.row.step else f"{STEPS_BETWEEN_SAVES:,} steps")
+         + ", and at most a quarter of the run",
          {"eval_interval": run.interval, "save_interval": run.interval}),
-        (cost_lines(run.cost, run.cluster.nodes)[1], {"keep_checkpoints": 2}),
+        (checkpoint_text(layout.checkpoint_bytes(run.model.config.num_parameters()), run.cluster.nodes),
+         {"keep_checkpoints": 2}),
         ("the run folder", {"save": run.save}),
     ]
 

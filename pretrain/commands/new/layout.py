@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from pretrain.errors import ConfigError, counted
+from pretrain.errors import ConfigError, counted, tokens_text
 from pretrain.memory.compare.candidates import CandidateSet, generate_candidates
 from pretrain.memory.compare.combinations import Axes
 from pretrain.memory.compare.compare import (
@@ -14,7 +14,6 @@ from pretrain.memory.compare.compare import (
     estimate_candidate,
     memory_shortage,
     recommend,
-    tokens_text,
 )
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.hardware import MAX_GPUS_PER_NODE, Cluster
@@ -24,11 +23,11 @@ _MOST_RANKS = 2**16  # of the search for a number that is enough
 
 
 def best_layout(model: ModelConfig, cluster: Cluster, *, seq_length: int, batch_tokens: float) -> ComparisonRow:
-    """Return the layout that the planner recommends, with a global batch near `batch_tokens`.
+    """Return the recommended layout, with a global batch near `batch_tokens`.
 
     Raises ConfigError if none fits: one line with the smallest number of GPUs that does.
     """
-    workload = Workload(cluster, model.num_parameters(), model)
+    workload = Workload.of(model, cluster)
     candidates = _candidates(model, cluster, seq_length=seq_length, batch_tokens=batch_tokens)
     rows = compare(candidates.candidates, workload)
     best = recommend(rows)

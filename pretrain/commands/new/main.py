@@ -47,14 +47,14 @@ from pretrain.commands.new.sizes import FEWEST_STEPS, size_defaults
 from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import check_settings
-from pretrain.errors import ConfigError
-from pretrain.memory.compare.compare import CHINCHILLA_TOKENS_PER_PARAMETER, tokens_text
+from pretrain.errors import ConfigError, tokens_text
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.paths import check_file
 from pretrain.remote import path_or_url
 from pretrain.terminal import print_rows
 
 _USUAL_SEQ_LENGTH = 2048  # GPT-3's, whose batch sizes and learning rates are the defaults
+_TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556, table 3
 _MOST = 10**7
 
 
@@ -170,7 +170,7 @@ def _tokenizer(flags: argparse.Namespace, data: Data, new_folder: str) -> Tokeni
 
 def _default_tokens(model: ModelOfRun, available: int, split: str) -> tuple[int, str]:
     """Return the number of tokens to train on, and why. `split`: value of --split."""
-    optimal = CHINCHILLA_TOKENS_PER_PARAMETER * model.config.num_parameters()
+    optimal = _TOKENS_PER_PARAMETER * model.config.num_parameters()
     rule = f"{tokens_text(optimal)} are 20 a parameter (arXiv 2203.15556)"
     parts = [float(part) for part in split.split(",")]
     once = max(1, int(available * parts[0] / sum(parts)))

@@ -4,13 +4,13 @@ It also has times and alternatives of the target's run: other numbers of tokens,
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.svg import svg_element
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, tokens_text
 from pretrain.extensions.ladder.expected_curve import LEVEL, counted_parameters
 from pretrain.extensions.ladder.fit import compute_optimal
 from pretrain.extensions.ladder.ladder_file import DECAYED, Ladder, Law, Point, Reach
@@ -18,9 +18,8 @@ from pretrain.extensions.ladder.plan import Plan, duration_text
 from pretrain.extensions.ladder.points import law_text
 from pretrain.extensions.ladder.target import MUP, TargetRun, scaled_config
 from pretrain.extensions.ladder.train import validation_losses
-from pretrain.memory.compare.compare import predict, tokens_text
-from pretrain.memory.step_time.calibrate import calibrate, predict_run
-from pretrain.memory.step_time.measured_run import read_measured_run
+from pretrain.memory.compare.compare import step_estimates
+from pretrain.memory.hardware import make_cluster
 from pretrain.model.description import ModelConfig
 from pretrain.monitor.curve import Expected
 
@@ -49,23 +48,20 @@ class Option:
 
 
 def step_seconds(target: TargetRun, plan: Plan, folder: Path, gpu: str | None) -> StepSeconds | None:
-    """Return a function that predicts the step time of a model in the target's layout; None if it cannot.
+    """Return a function that predicts the step time of a model in the target's layout; None if nothing can.
 
-    Without `gpu`, the model of the step time is calibrated with the smaller runs.
+    Without `gpu`, the prediction is fitted to the smaller runs.
     """
+    layout = target.plan.layout
     if gpu is not None:
-        def on_gpus(model: ModelConfig) -> float:
-            time = predict(replace(target.plan, model=model), gpu).time
-            assert time is not None  # the model is known
-            return time.total_seconds
-        return on_gpus
-    paths = [str(folder / "runs" / model.name) for model in (plan.models[0], plan.models[-1])]
-    try:
-        parameters, measured = calibrate(paths).parameters, read_measured_run(paths[-1])
-    except ConfigError:
-        return None
-    return lambda model: predict_run(replace(measured, layout=target.plan.layout, model=model),
-                                     parameters).total_seconds
+        estimates = step_estimates(make_cluster(gpu=gpu, world_size=layout.world_size, nodes=None, gpus_per_node=None))
+    else:
+        try:
+            estimates = step_estimates(None, [str(folder / "runs" / model.name)
+                                              for model in (plan.models[0], plan.models[-1])])
+        except ConfigError:  # runs without step times
+            return None
+    return None if estimates is None else lambda model: float(estimates(layout, model)["step_seconds"])
 
 
 def token_options(target: TargetRun, ladder: Ladder, seconds: StepSeconds | None) -> list[Option]:

@@ -8,45 +8,62 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import functions
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import say
 from pretrain.commands.small_runs import Run, read_curve, run_subcommand, train_runs
+from pretrain.config.layout import Layout, parse_layout
 from pretrain.data.data_spec import names_of_split
 from pretrain.errors import ConfigError
+from pretrain.extension import StepEstimates
 from pretrain.extensions.ladder.ladder_file import Point
 from pretrain.extensions.ladder.plan import Batch, Model, Plan
 from pretrain.extensions.ladder.target import Size, TargetRun
-from pretrain.memory.step_time.calibrate import calibrate, predict_run
-from pretrain.memory.step_time.measured_run import MeasuredRun, read_measured_run
-from pretrain.memory.step_time.time_parameters import TimeParameters
-from pretrain.monitor.read_run_folder import is_number, read_metrics
+from pretrain.memory.compare.compare import step_estimates
+from pretrain.monitor.read_run_folder import is_number, read_metrics, read_starts
 
+_LAYOUT_FLAGS = ("recompute", "recompute_every", "document_attention")
 _STEPS = 8  # steps of a measurement; the first one is not used
 
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Step times from the model of pretrain/memory/step_time, calibrated with measurements."""
+    """Step times that are predicted from measurements."""
 
-    measured: MeasuredRun
-    parameters: TimeParameters
+    estimates: StepEstimates
+    layout: Layout  # of the measured runs
     start_seconds: float  # time of a run without its steps
 
     def step_seconds(self, size: Size, batch: Batch) -> float:
         """Return the seconds of a training step."""
-        ranks = self.measured.layout.data_parallel_size
-        layout = replace(self.measured.layout, micro_batch_size=batch.micro_batch_size, seq_length=batch.seq_length,
+        ranks = self.layout.data_parallel_size
+        layout = replace(self.layout, micro_batch_size=batch.micro_batch_size, seq_length=batch.seq_length,
                          gradient_accumulation_steps=batch.global_batch_size // batch.micro_batch_size // ranks)
-        return predict_run(replace(self.measured, layout=layout, model=size.config), self.parameters).total_seconds
+        return float(self.estimates(layout, size.config)["step_seconds"])
 
 
 def measure_times(sizes: Sequence[Size], batch: Batch, folder: Path, *, ranks: int) -> MeasuredTimes:
-    """Train a few steps of each model, and calibrate the model of the step time. Raises CalledProcessError."""
+    """Train a few steps of each model, and fit the prediction of the step time to them.
+
+    Raises CalledProcessError; ConfigError if nothing predicts step times.
+    """
+    if not any(functions("estimates")):
+        raise ConfigError("ladder", problem="there is no estimate of the step time, which the plan needs",
+                          remedy="install an extension that predicts it")
     names = [f"time-{size.name}" for size in sizes]
     starts = [_measure(name, size, batch, folder, ranks) for name, size in zip(names, sizes, strict=True)]
-    paths = [str(folder / "runs" / name) for name in names]
-    calibration = calibrate(paths)
-    return MeasuredTimes(read_measured_run(paths[-1]), calibration.parameters, max(starts))
+    runs = [folder / "runs" / name for name in names]
+    estimates = step_estimates(None, list(map(str, runs)))
+    assert estimates is not None
+    return MeasuredTimes(estimates, _layout_of(runs[-1], batch, ranks), max(starts))
+
+
+def _layout_of(run: Path, batch: Batch, ranks: int) -> Layout:
+    """Return the layout of a run, from the record of its start. Step times do not depend on the kind of device."""
+    start = read_starts(run)[-1]
+    flags = {name: value for name in _LAYOUT_FLAGS if (value := start["flags"].get(name)) is not None}
+    return parse_layout(start["deepspeed_config"], world_size=ranks, seq_length=batch.seq_length, device_kind="cpu",
+                        **flags)
 
 
 def _measure(name: str, size: Size, batch: Batch, folder: Path, ranks: int) -> float:

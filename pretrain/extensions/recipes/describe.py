@@ -17,7 +17,7 @@ from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import nvidia_smi
-from pretrain.errors import ConfigError, counted, format_number
+from pretrain.errors import ConfigError, counted, format_number, tokens_text
 from pretrain.extensions.recipes.recipe import (
     FULL,
     Corpus,
@@ -32,10 +32,11 @@ from pretrain.extensions.recipes.recipe import (
 )
 from pretrain.extensions.recipes.results import Between
 from pretrain.extensions.recipes.tables import sweep_of
-from pretrain.memory.compare.compare import predict, tokens_text
+from pretrain.memory.compare.candidates import Candidate
+from pretrain.memory.compare.compare import ComparisonRow, Workload, estimate_candidate
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.footprint import DEFAULT_MARGIN, GIB, with_unit
-from pretrain.memory.hardware import find_gpu
+from pretrain.memory.hardware import find_gpu, make_cluster
 from pretrain.model.flops import flops_per_token
 from pretrain.stored_json import read_object
 
@@ -49,6 +50,12 @@ def plan_of(folder: Path, run: SmallRun, gpu: str | None) -> Plan:
     files: dict[str, Any] = {name: str(folder / value) for name in ("model", "deepspeed_config")
                              if (value := getattr(args, name)) and (folder / value).is_file()}
     return check_settings(replace(args, **files), world_size=run.ranks, device=device_of("cuda" if gpu else "cpu", gpu))
+
+
+def predict(plan: Plan, gpu: str) -> ComparisonRow:
+    """Estimate a plan on GPUs of a kind. Raises ConfigError."""
+    cluster = make_cluster(gpu=gpu, world_size=plan.layout.world_size, nodes=None, gpus_per_node=None)
+    return estimate_candidate(Candidate(plan.ds_config, plan.layout), Workload.of(plan.model, cluster))
 
 
 def prediction_table(names: Sequence[str]) -> list[str]:
@@ -65,16 +72,15 @@ def _cells(folder: Path, recipe: Recipe, on_gpus: OnGpus) -> tuple[str, ...]:
     run = recipe.scales[FULL].starts()[0]
     plan = plan_of(folder, run, on_gpus.gpu)
     row = predict(plan, on_gpus.gpu)
-    assert row.time is not None
-    hours = plan.train_steps * row.time.total_seconds / 3600
+    hours = plan.train_steps * row.step_seconds / 3600
+    times = (f"{format_number(row.step_seconds)} s", f"{row.step['mfu']:.0%}", format_number(hours / 24),
+             f"{hours * run.ranks:,.0f}") if row.step else ("-",) * 4  # no extension predicts them
     bands = [f"{each.between[0]:g} to {each.between[1]:g}" for each in recipe.expect if isinstance(each, Between)]
     return (tokens_text(plan.model.num_parameters()), tokens_text(plan.length.tokens_after(plan.train_steps)),
             f"{run.ranks} {on_gpus.gpu}",
             row.shortage or f"{row.estimate.device_bytes / GIB:.1f} of "
                             f"{find_gpu(on_gpus.gpu).memory_bytes / GIB:.1f} GiB",
-            f"{format_number(row.time.total_seconds)} s", f"{row.time.mfu:.0%}", format_number(hours / 24),
-            f"{hours * run.ranks:,.0f}",
-            ", ".join(bands) or "-", recipe.time)
+            *times, ", ".join(bands) or "-", recipe.time)
 
 
 def check_machine(name: str, run: SmallRun, plan: Plan, out: Path) -> None:

@@ -1,16 +1,15 @@
-"""Candidate layouts of a search, each with its DeepSpeed JSON: generated from axes, or read from files."""
+"""Candidate layouts of a search, generated from axes, each with its DeepSpeed JSON."""
 
 import copy
 import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pretrain.config.auto_values import DEFAULT_LEARNING_RATE
-from pretrain.config.ds_json.read import DsFile, get_value, read_ds_config
-from pretrain.config.flags.arguments import FLAGS, RunArguments
+from pretrain.config.ds_json.read import DsFile, get_value
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
 from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.run_rules import check_rules
@@ -18,7 +17,6 @@ from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.combinations import OFFLOADS, Axes, combinations_of, default_axes, impossible_reason
 from pretrain.memory.hardware import Cluster
-from pretrain.memory.step_time.kernel_time import with_predicted_times
 from pretrain.model.description import ModelConfig
 
 _REDUCE_BUCKET = 2**24  # elements; 32 MiB in bf16
@@ -82,7 +80,7 @@ def _candidates_of(layout: Layout, axes: Axes, cluster: Cluster, model: ModelCon
         first = first or resolve_candidate(
             DsFile(layout.name, make_config(layout.with_batch(**sizes), cluster, model)), layout, cluster, model)
         own = first.layout.with_batch(**sizes)
-        yield replace(first, config={**first.config, **_batch_keys(own)}, layout=own)
+        yield replace(first, config={**first.config, **batch_keys(own)}, layout=own)
 
 
 def resolve_candidate(file: DsFile, given: Layout, cluster: Cluster, model: ModelConfig | None, *,
@@ -108,7 +106,6 @@ def resolve_candidate(file: DsFile, given: Layout, cluster: Cluster, model: Mode
                         learning_rate=None if "optimizer" in file.values else DEFAULT_LEARNING_RATE)
     resolved = resolve_ds_config(replace(file, values=_with_nvme_paths(file.values)), args, model=model,
                                  world_size=cluster.world_size, device=device)
-    layout = with_predicted_times(replace(resolved.layout, **of_flags), model, cluster)
     rejection = ""
     if given.seq_length > model.longest_sequence():
         rejection = f"--seq_length {given.seq_length} is more than the model's {model.max_positions} positions"
@@ -117,7 +114,7 @@ def resolve_candidate(file: DsFile, given: Layout, cluster: Cluster, model: Mode
             check_rules(resolved, this_machine=False)
         except ConfigError as error:
             rejection = str(error).removeprefix(f"{file.path}: ")
-    return Candidate(file.values, layout, rejection, path)
+    return Candidate(file.values, replace(resolved.layout, **of_flags), rejection, path)
 
 
 def _with_nvme_paths(config: dict[str, Any]) -> dict[str, Any]:
@@ -183,42 +180,6 @@ def _name(layout: Layout, axes: Axes) -> str:
     return "_".join(parts)
 
 
-def read_candidates(paths: list[str], given: Layout, cluster: Cluster, model: ModelConfig, *,
-                    micro_batch_size: int | None = None,
-                    gradient_accumulation_steps: int | None = None) -> CandidateSet:
-    """Read the layouts of DeepSpeed JSONs.
-
-    Args:
-        given: has the sequence length and the fields that a JSON does not set, except the name.
-        micro_batch_size, gradient_accumulation_steps: used if the JSON's values are missing or "auto".
-
-    Raises:
-        ConfigError: a file is not a valid JSON, or no file describes a possible layout.
-    """
-    candidates, impossible = list[Candidate](), dict[str, int]()
-    for path in paths:
-        file = read_ds_config(path, flag="--configs")
-        values = {**file.values}
-        for key, size in (("train_micro_batch_size_per_gpu", micro_batch_size),
-                          ("gradient_accumulation_steps", gradient_accumulation_steps)):
-            if size is not None and values.get(key) in (None, "auto"):
-                values[key] = size
-        if {values.get(key) for key in ("train_micro_batch_size_per_gpu", "train_batch_size")} == {None}:
-            values["train_micro_batch_size_per_gpu"] = FLAGS["micro_batch_size"].unset
-        try:
-            found = resolve_candidate(replace(file, values=values), replace(given, name=Path(path).stem), cluster,
-                                      model, path=path)
-        except ConfigError as error:
-            impossible[str(error)] = 1
-            continue
-        candidates.append(replace(found, config={**file.values, **{
-            key: size for key, size in _batch_keys(found.layout).items() if file.get(key) in (None, "auto")}}))
-    if not candidates:
-        reason = next(iter(impossible), "no file given")
-        raise ConfigError("--configs", problem=f"no file describes a possible layout ({reason.removesuffix('.')})")
-    return CandidateSet(candidates, impossible)
-
-
 def group_micro_batches(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     """Group the candidates that differ only in their micro-batch size; the names contain all other values."""
     groups: dict[tuple[object, ...], list[Candidate]] = {}
@@ -230,7 +191,7 @@ def group_micro_batches(candidates: Iterable[Candidate]) -> list[list[Candidate]
 def make_config(layout: Layout, cluster: Cluster, model: ModelConfig | None) -> dict[str, Any]:
     """Make the DeepSpeed JSON of a layout. Values that train.py fills from flags and model remain "auto"."""
     config: dict[str, Any] = {
-        **_batch_keys(layout), "gradient_clipping": "auto",
+        **batch_keys(layout), "gradient_clipping": "auto",
         "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}}
     if layout.precision != "fp32":
         config[layout.precision] = {"enabled": True}
@@ -258,7 +219,8 @@ def make_config(layout: Layout, cluster: Cluster, model: ModelConfig | None) -> 
     return config
 
 
-def _batch_keys(layout: Layout) -> dict[str, int]:
+def batch_keys(layout: Layout) -> dict[str, int]:
+    """Return the keys of the batch in a DeepSpeed JSON."""
     return {"train_micro_batch_size_per_gpu": layout.micro_batch_size,
             "gradient_accumulation_steps": layout.gradient_accumulation_steps,
             "train_batch_size": layout.global_batch_size}

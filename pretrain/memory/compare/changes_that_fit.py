@@ -1,7 +1,7 @@
 """Changes of a layout that fit into less memory: `python -m pretrain.memory.compare.changes_that_fit`.
 
 A run that ran out of memory (memory_watch.py) starts this process. Its input is a pickled dictionary with the arguments
-of `changes_that_fit`; it prints one change a line.
+of `changes_that_fit`; it prints a title, and one change a line, or nothing.
 """
 
 import pickle
@@ -21,27 +21,29 @@ _MAX_CHANGES = 3
 
 
 def changes_that_fit(layout: Layout, model: ModelConfig, *, ranks_per_node: int, budget_bytes: int) -> list[str]:
-    """Describe at most three changes of the layout that fit the budget, the fastest first.
+    """Describe at most three changes of the layout that fit the budget, below a title.
 
-    A change is left out if a faster suggestion changes the same settings, or only some of them.
+    The fastest comes first; without predicted times, the fewest changes. A change is left out if an earlier one changes
+    the same settings, or only some of them.
     """
     cluster = make_cluster(gpu=None, world_size=layout.world_size, nodes=None,
                            gpus_per_node=ranks_per_node if layout.world_size % ranks_per_node == 0 else 1)
-    workload = Workload(cluster, model.num_parameters(), model)
+    workload = Workload.of(model, cluster)
     fitting = []
     for candidate in alternatives(layout, workload):
         row = estimate_candidate(candidate, workload)
         needed = row.estimate.needed_bytes
-        if not candidate.rejection and row.time and needed <= budget_bytes:
+        if not candidate.rejection and needed <= budget_bytes:
             changed = differences(layout, candidate.layout)
-            fitting.append((round(row.time.total_seconds, 6), len(changed), -needed, changed))
+            fitting.append((round(row.step_seconds, 6), len(changed), -needed, changed))
     chosen: list[dict[str, str]] = []
     lines = []
     for _, _, negative_needed, changed in sorted(fitting, key=lambda item: item[:3]):
         if changed and not any(earlier.keys() <= changed.keys() for earlier in chosen) and len(chosen) < _MAX_CHANGES:
             chosen.append(changed)
-            lines.append(f"{', '.join(changed.values())}: {with_unit(-negative_needed)}")
-    return lines
+            lines.append(f"  {', '.join(changed.values())}: {with_unit(-negative_needed)}")
+    first = "the fastest" if workload.estimates else "the fewest"
+    return [f"changes that are predicted to fit, {first} first:", *lines] if lines else []
 
 
 def alternatives(layout: Layout, workload: Workload) -> list[Candidate]:

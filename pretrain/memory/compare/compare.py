@@ -1,31 +1,34 @@
-"""Compare candidates: memory, step time, whether they fit the hardware, whether train.py accepts the JSON, cost."""
+"""Compare candidates: memory, whether they fit the hardware, whether train.py accepts the JSON, estimates of a step.
+
+Extensions predict a step (`Extension.estimates`). Without them, the candidates are compared by their memory alone.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from pretrain.active_extensions import functions
 from pretrain.config.layout import Layout
-from pretrain.config.plan import Plan
-from pretrain.errors import counted
+from pretrain.extension import StepEstimates
 from pretrain.memory.compare.candidates import Candidate, group_micro_batches
-from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
-from pretrain.memory.footprint import GB, with_unit
-from pretrain.memory.hardware import Cluster, make_cluster
-from pretrain.memory.step_time.block_traffic import Transfer
-from pretrain.memory.step_time.calibrate import Calibration
-from pretrain.memory.step_time.kernel_time import with_predicted_times
-from pretrain.memory.step_time.time_model import StepTime, estimate_step_time
-from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters, model_error
-from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
+from pretrain.memory.footprint import in_unit, with_unit
+from pretrain.memory.hardware import Cluster
 from pretrain.model.description import ModelConfig
 
-CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556, table 3
-STORAGE_RATE = 2e9  # bytes a second that one node writes to the checkpoints' storage: an assumption
 _NEARLY_FASTEST = 1.02  # multiple of the fastest step time: see best_micro_batch
 # ZeRO stages from the simplest one. 0 comes after 1: in bf16 DeepSpeed divides the optimizer states at stage 0 as well,
 # and in other precisions stage 1 needs less memory for the same traffic.
 _SIMPLEST_STAGES = (1, 0, 2, 3)
+
+
+def step_estimates(cluster: Cluster | None, measured: Sequence[str] = ()) -> StepEstimates | None:
+    """Return what predicts a training step on a cluster, or as in measured runs; None if no extension does.
+
+    Raises ConfigError for run folders that cannot be used.
+    """
+    return next((estimates(cluster, measured=measured) for _, estimates in functions("estimates")), None)
 
 
 @dataclass(frozen=True)
@@ -36,20 +39,22 @@ class Workload:
     num_parameters: int
     model: ModelConfig | None = None  # None: only the number of parameters is known
     name: str = ""
-    time_parameters: TimeParameters = DEFAULT_PARAMETERS
-    calibration: Calibration | None = None
+    estimates: StepEstimates | None = None  # None: nothing predicts a step
+
+    @classmethod
+    def of(cls, model: ModelConfig, cluster: Cluster, name: str = "") -> "Workload":
+        """Return the workload with the estimates of extensions."""
+        return cls(cluster, model.num_parameters(), model, name, step_estimates(cluster))
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One candidate and all its estimates."""
+    """One candidate and its estimates."""
 
     candidate: Candidate
     estimate: MemoryEstimate
-    traffic: list[Transfer]
-    time: StepTime | None  # None: only model states are known
     shortage: str  # memory that is too small, and by how much; "": the candidate fits
-    deepspeed: DeepSpeedEstimate | None
+    step: Mapping[str, Any]  # see Extension.estimates; {}: nothing predicts a step
 
     @property
     def fits(self) -> bool:
@@ -60,6 +65,18 @@ class ComparisonRow:
         """Return whether the candidate fits and train.py accepts its JSON."""
         return self.fits and not self.candidate.rejection
 
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of a step; 0 if nothing predicts it: then layouts are ordered by complexity and memory."""
+        return float(self.step.get("step_seconds", 0.0))
+
+    def describe(self, cluster: Cluster, unit: str) -> str:
+        """Describe the layout, its batch and its memory in one line."""
+        layout = self.candidate.layout
+        return f"{self.candidate.name}, micro-batch {layout.micro_batch_size} x {layout.gradient_accumulation_steps} " \
+               f"accumulation: {in_unit(self.estimate.device_bytes, unit)} of " \
+               f"{in_unit(cluster.gpu.memory_bytes, unit)} {unit}"
+
 
 def estimate_candidate(candidate: Candidate, workload: Workload,
                        memory: MemoryEstimate | None = None) -> ComparisonRow:
@@ -68,23 +85,10 @@ def estimate_candidate(candidate: Candidate, workload: Workload,
     Args:
         memory: of the candidate, if it is already estimated.
     """
-    layout, model, cluster = candidate.layout, workload.model, workload.cluster
+    layout, model = candidate.layout, workload.model
     memory = memory or estimate_memory(model, layout, num_parameters=workload.num_parameters)
-    parameters = rank_parameters(layout, model, workload.num_parameters)
-    traffic = step_traffic(layout, parameters, model)
-    time = None
-    if model is not None:
-        time = estimate_step_time(layout, cluster, model, traffic, parameters, workload.time_parameters)
-    deepspeed = deepspeed_estimate(layout, num_parameters=workload.num_parameters, model=model, nodes=cluster.nodes,
-                                   gpus_per_node=cluster.gpus_per_node)
-    return ComparisonRow(candidate, memory, traffic, time, memory_shortage(memory, cluster), deepspeed)
-
-
-def predict(plan: Plan, gpu: str) -> ComparisonRow:
-    """Estimate memory and step time of a plan on GPUs of a kind. Raises ConfigError."""
-    cluster = make_cluster(gpu=gpu, world_size=plan.layout.world_size, nodes=None, gpus_per_node=None)
-    return estimate_candidate(Candidate(plan.ds_config, with_predicted_times(plan.layout, plan.model, cluster)),
-                              Workload(cluster, plan.model.num_parameters(), plan.model))
+    step = {} if model is None or workload.estimates is None else workload.estimates(layout, model)
+    return ComparisonRow(candidate, memory, memory_shortage(memory, workload.cluster), step)
 
 
 def compare(candidates: Sequence[Candidate], workload: Workload, *,
@@ -113,11 +117,11 @@ def _until_too_large(candidates: list[Candidate], workload: Workload) -> list[Co
 
 def best_micro_batch(rows: list[ComparisonRow]) -> ComparisonRow:
     """Return the largest micro-batch among the nearly fastest that fit, or the smallest one if none fits."""
-    fitting = [row for row in rows if row.fits and row.time is not None]
+    fitting = [row for row in rows if row.fits]
     if not fitting:
         return min(rows, key=lambda row: row.candidate.layout.micro_batch_size)
-    fastest = min(row.time.total_seconds for row in fitting if row.time)
-    near = [row for row in fitting if row.time and row.time.total_seconds <= _NEARLY_FASTEST * fastest]
+    fastest = min(row.step_seconds for row in fitting)
+    near = [row for row in fitting if row.step_seconds <= _NEARLY_FASTEST * fastest]
     return max(near, key=lambda row: row.candidate.layout.micro_batch_size)
 
 
@@ -137,10 +141,6 @@ def complexity(layout: Layout) -> int:
             + int(layout.recomputation.is_on) + int(layout.recomputation.offload))
 
 
-def step_seconds(row: ComparisonRow) -> float:
-    return row.time.total_seconds if row.time else 0.0
-
-
 def recommend(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
     """Return the simplest of the fastest rows among those that fit and that train.py accepts, or None.
 
@@ -149,10 +149,23 @@ def recommend(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
     accepted = [row for row in rows if row.recommendable]
     if not accepted:
         return None
-    fastest = min(accepted, key=step_seconds)
-    equal = [row for row in accepted if step_seconds(row) <= step_seconds(fastest) *
-             (1 + max(model_error(each.candidate.layout) for each in (row, fastest)))]
-    return min(equal, key=lambda row: (complexity(row.candidate.layout), step_seconds(row), row.estimate.device_bytes))
+    fastest = min(accepted, key=lambda row: row.step_seconds)
+    equal = [row for row in accepted if row.step_seconds <= fastest.step_seconds *
+             (1 + max(each.step.get("relative_error", 0.0) for each in (row, fastest)))]
+    return min(equal, key=lambda row: (complexity(row.candidate.layout), row.step_seconds, row.estimate.device_bytes))
+
+
+def display_order(rows: list[ComparisonRow], best: ComparisonRow | None) -> list[ComparisonRow]:
+    """Sort rows: the recommended one, the others that fit and that train.py accepts, then those that train.py rejects.
+
+    Each group is sorted by step time. Rows that do not fit come last, sorted by device memory.
+    """
+    accepted = [row for row in rows if row.recommendable and row is not best]
+    rejected = [row for row in rows if row.fits and row.candidate.rejection]
+    too_large = [row for row in rows if not row.fits]
+    return [*([best] if best else []), *sorted(accepted, key=lambda row: row.step_seconds),
+            *sorted(rejected, key=lambda row: row.step_seconds),
+            *sorted(too_large, key=lambda row: (bool(row.candidate.rejection), row.estimate.device_bytes))]
 
 
 def memory_shortage(estimate: MemoryEstimate, cluster: Cluster) -> str:
@@ -167,68 +180,3 @@ def memory_shortage(estimate: MemoryEstimate, cluster: Cluster) -> str:
         if needed > available:
             return f"{memory}: {with_unit(needed)} of {with_unit(available)}"
     return ""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of a run. The field names are keys of `ds-pretrain compare --json`."""
-
-    tokens: float
-    chinchilla_tokens: float
-    flops: float  # model FLOPs, without recomputation
-    mfu: float
-    days: float
-    gpu_hours: float
-    checkpoint_bytes: int
-    checkpoint_seconds: float
-
-
-def run_cost(layout: Layout, *, num_parameters: int, flops_per_token: float, peak_flops: float, mfu: float,
-             nodes: int, tokens: float | None = None, storage_rate: float = STORAGE_RATE) -> Cost:
-    """Estimate the cost of a run at a given MFU.
-
-    Args:
-        num_parameters: of the model, with all experts.
-        peak_flops: of all devices, per second.
-        tokens: of the run. None: 20 per parameter (Chinchilla).
-        storage_rate: bytes a second that each node writes; all nodes write at the same time.
-    """
-    optimal = float(CHINCHILLA_TOKENS_PER_PARAMETER * num_parameters)
-    tokens = optimal if tokens is None else tokens
-    seconds = tokens * flops_per_token / (peak_flops * mfu)
-    size = layout.checkpoint_bytes(num_parameters)
-    return Cost(tokens=tokens, chinchilla_tokens=optimal, flops=tokens * flops_per_token, mfu=mfu,
-                days=seconds / 86400, gpu_hours=seconds / 3600 * layout.world_size, checkpoint_bytes=size,
-                checkpoint_seconds=size / nodes / storage_rate)
-
-
-def cost_lines(cost: Cost, nodes: int, storage_rate: float = STORAGE_RATE) -> list[str]:
-    """Describe a cost in two sentences."""
-    rule = "Chinchilla's 20 a parameter" if cost.tokens == cost.chinchilla_tokens else \
-        f"Chinchilla's 20 a parameter would be {tokens_text(cost.chinchilla_tokens)}"
-    return [f"{tokens_text(cost.tokens)} tokens ({rule}) are {cost.flops:.3g} FLOPs; at an MFU of {cost.mfu:.1%}: "
-            f"{_scaled(cost.days * 86400, _TIMES)}, {_number(cost.gpu_hours)} GPU-hours",
-            f"a checkpoint has {_scaled(cost.checkpoint_bytes, _SIZES)} and takes {_number(cost.checkpoint_seconds)} s "
-            f"at {storage_rate / GB:g} GB/s a node, {counted(nodes, 'node')}"]
-
-
-_TIMES = (("days", 2 * 86400.0, 86400.0), ("hours", 7200.0, 3600.0), ("minutes", 120.0, 60.0), ("s", 0.0, 1.0))
-_SIZES = (("TB", 1e12, 1e12), ("GB", 1e9, 1e9), ("MB", 0.0, 1e6))
-
-
-def _scaled(number: float, units: tuple[tuple[str, float, float], ...]) -> str:
-    """Format a number in the first unit whose smallest value it reaches. A unit: (name, smallest value, size)."""
-    name, size = next((name, size) for name, smallest, size in units if number >= smallest)
-    return f"{_number(number / size)} {name}"
-
-
-def _number(number: float) -> str:
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
-
-
-def tokens_text(number: float) -> str:
-    """Format a number of tokens or parameters: 26 B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if number >= size:
-            return f"{number / size:,.4g} {unit}"
-    return f"{number:,.0f}"

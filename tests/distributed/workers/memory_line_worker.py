@@ -20,8 +20,7 @@ from pretrain.distributed.world import running_environment
 from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_files
 from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.prepare import prepare_deepspeed
-from pretrain.engine.steps import train_batch
-from pretrain.memory.measure.observe_steps import random_batches
+from pretrain.engine.steps import random_batches, train_batch
 from pretrain.memory.memory_watch import REPORTED_STEP, MemoryWatch
 from tests.support.callback_runs import run_of
 from tests.support.cases_loop import each_case

@@ -1,9 +1,7 @@
 """The planner and train.py's rules agree: what is proposed is accepted, and what is rejected is not proposed."""
 
-import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,6 @@ from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.compare.candidates import generate_candidates, make_config, resolve_candidate
 from pretrain.memory.compare.combinations import Axes, combinations_of, default_axes, impossible_reason
-from pretrain.memory.compare.compare_zero import main
 from pretrain.memory.hardware import make_cluster
 from pretrain.model.config import ModelConfig, load_model_config, model_config_from
 from tests.config.test_resolve import MIXTURE
@@ -77,10 +74,3 @@ def test_degrees_are_proposed_only_where_they_are_needed() -> None:
     assert given.tensor_parallel_sizes == (4,)
     few = replace(cluster, gpus_per_node=2, nodes=8)
     assert default_axes(Axes(), few, load_model_config("llama3-70b")).tensor_parallel_sizes == (1, 2)
-
-
-def test_the_recommended_json_of_a_divided_layout_is_complete(tmp_path: Path) -> None:
-    path = tmp_path / "best.json"
-    main(["--model", "llama3-70b", "--world_size", "64", "--gpu", "a100-80", "--tensor_parallel", "8",
-          "--zero_stage", "1", "--offload", "none", "--write", str(path), "--csv", str(tmp_path / "all.csv")])
-    assert json.loads(path.read_text())["tensor_parallel"] == {"autotp_size": 8}

@@ -1,6 +1,6 @@
 """The estimated memory of a rank, compared with the ZeRO paper, and properties of the estimate for every model.
 
-tests/distributed/memory/test_measure.py compares the estimate with real engines of every layout.
+tests/extensions compare the estimate with real engines of every layout.
 """
 
 from dataclasses import replace

@@ -1,0 +1,5 @@
+"""Tests of the planner."""
+
+from pathlib import Path
+
+WORKERS = Path(__file__).parent / "workers"
