@@ -168,6 +168,11 @@ class Extension:
     patch: "str | Callable[[DeepSpeedEngine], None]" = ""
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
+    # scheme of URLs, or "*" for those that no extension names -> (url, settings) -> a TokenFiles of
+    # data/token_files/url_tokens.py; `settings`: those of the extension, as the run has them, or their defaults
+    token_files: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
+    # scheme, or "*" -> (url, commits, is_left_out) -> the files that a URL names: see data/text_inputs/stored_file.py
+    text_inputs: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""

@@ -111,7 +111,7 @@ def test_a_record_makes_no_program_connect_to_its_data(monkeypatch: pytest.Monke
     for allowed in ("s3://bucket", "s3://bucket/", "s3://bucket/a s3://bucket/b/"):
         monkeypatch.setenv("DS_PRETRAIN_CONNECT_TO", allowed)
         spec = recorded_data_spec(flags)
-        assert (spec.train, spec.cache.folder) == (("s3://bucket/a/x", "s3://bucket/b/y"), "")
+        assert (spec.train, spec.settings) == (("s3://bucket/a/x", "s3://bucket/b/y"), {})
 
 
 def test_samples_are_counted_as_in_megatron() -> None:

@@ -19,7 +19,8 @@ from tests.support.launch import ROOT
 NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/extension.py"))
 # flags with which a run uses an extension that has flags
 USED: dict[str, dict[str, Any]] = {
-    "ladder": {"expected_curve": "ladder.json"}, "notify": {"notify_command": "true"}, "profile": {"profile_steps": 1},
+    "ladder": {"expected_curve": "ladder.json"}, "notify": {"notify_command": "true"}, "object_stores": {},
+    "profile": {"profile_steps": 1},
     "replay": {"recompute_interval": 1}, "sanity": {"sanity_check": "true"}, "tasks": {"show_predictions": 1}}
 
 

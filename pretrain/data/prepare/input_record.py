@@ -16,10 +16,9 @@ from pretrain.data.prepare.partial_output import read_state
 from pretrain.data.prepare.shards import Shard, facts_of_shards
 from pretrain.data.text_inputs.find import Input, Inputs
 from pretrain.data.text_inputs.hub_dataset import DatasetName, pinned
-from pretrain.data.text_inputs.url_files import StoredFile
+from pretrain.data.text_inputs.stored_file import StoredFile, check_version
 from pretrain.errors import ConfigError
 from pretrain.paths import write_synced
-from pretrain.remote import RemoteFile
 from pretrain.stored_json import read_object
 
 _MOST_LISTED = 1000
@@ -59,7 +58,7 @@ def _entry(found: Input) -> list[Any]:
 def check_unchanged(inputs: Sequence[Input], before: dict[str, Any]) -> None:
     """Raise ConfigError if an input is another one now than when `before` was recorded. Commits do not change."""
     stored = dict.fromkeys(found.stored for found in inputs if found.stored is not None and not found.stored.revision)
-    map_in_threads(RemoteFile.check_version, [file.connect() for file in stored])
+    map_in_threads(check_version, [file.open() for file in stored])
     if (now := record_inputs(inputs)) != before:
         raise ConfigError(changed_input(before, now), problem="it was changed while it was read",
                           remedy="prepare the data again")

@@ -8,11 +8,12 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pretrain.daemon_threads import map_in_threads
-from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import Position, ReadSettings
 from pretrain.data.text_inputs.formats import (
     HEAD_BYTES,
@@ -31,9 +32,9 @@ from pretrain.data.text_inputs.formats import (
 )
 from pretrain.data.text_inputs.hub_dataset import DatasetName, HubDataset, open_dataset
 from pretrain.data.text_inputs.parquet import check_parquet
-from pretrain.data.text_inputs.url_files import StoredFile, files_at, is_remote, is_web, local_path
+from pretrain.data.text_inputs.stored_file import StoredFile, is_remote, local_path, stored_files
 from pretrain.errors import ConfigError, counted, printable, shorten
-from pretrain.remote import RemoteFile, without_credentials
+from pretrain.remote import without_credentials
 
 _COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
 _KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet", "rows": "rows"}
@@ -162,17 +163,18 @@ def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earl
     found: list[tuple[str, str | StoredFile]] = []
     for word in words:
         place = local_path(word)
-        names = files_at(place, commits, _is_side_file, side_files) if is_remote(place) else _paths(place, side_files)
+        names = _files_at(place, commits, side_files) if is_remote(place) else _paths(place, side_files)
         found += [(without_credentials(word), name) for name in names]
 
     stored = [file for file in dict.fromkeys(file for _, file in found) if isinstance(file, StoredFile)]
-    files_of_stores = [(file, None if file.identity in known else file.connect()) for file in stored]
+    files_of_stores = [(file, None if file.identity in known else file.open()) for file in stored]
 
-    def examine(pair: tuple[StoredFile, RemoteFile | None]) -> Input:
-        file, remote = pair
-        if remote is None:
+    def examine(pair: tuple[StoredFile, Any]) -> Input:
+        file, reader = pair
+        if reader is None:
             return replace(known[file.identity], path=file.url, stored=file)
-        return _examine(file.url, settings, file, remote)
+        with closing(reader):
+            return _examine(file.url, settings, file, reader)
 
     examined = dict(zip(stored, map_in_threads(examine, files_of_stores), strict=True))
     files = tuple(replace(examined[one] if isinstance(one, StoredFile) else _examine(one, settings), source=word)
@@ -184,6 +186,18 @@ def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earl
         raise ConfigError("--document_separator", problem="it has no effect: none of the inputs is a text file",
                           remedy="leave it out, or give --format text")
     return Inputs(files, tuple(side_files), commits)
+
+
+def _files_at(url: str, commits: dict[str, str], side_files: list[str]) -> list[StoredFile]:
+    """Return the files that a URL names; add those of folders that are not read to `side_files`."""
+    def is_left_out(path: str) -> bool:
+        *folders, last = path.split("/")
+        is_side = any(part.startswith(".") or _is_side_file(part, True) for part in folders) or \
+            last.startswith(".") or _is_side_file(last, False)
+        side_files.extend([path] * is_side)
+        return is_side
+
+    return stored_files(url, commits, is_left_out)
 
 
 def _paths(word: str, side_files: list[str]) -> Iterator[str]:
@@ -236,31 +250,27 @@ def _is_side_file(name: str, is_folder: bool) -> bool:
 
 
 def _examine(path: str, settings: ReadSettings, stored: StoredFile | None = None,
-             remote: RemoteFile | None = None) -> Input:
+             reader: Any = None) -> Input:
     """Return the input of a file, of a URL, or of standard input, with its format."""
     name = input_name(path)
     if path == STDIN and sys.stdin.isatty():
         raise ConfigError("-", problem="standard input is a terminal", remedy="redirect it: < FILE, or a pipe")
-    with open_source(path, reader=_reader_of_head(remote)) as source:
+    with open_source(path, reader=reader, keep_open=reader is not None) as source:
         head = source.read(HEAD_BYTES)
     compression = compression_of(head)
     content, is_complete = head, len(head) < HEAD_BYTES
     if compression:
-        content, is_complete = _decompressed_head(path, head, compression, remote)
+        content, is_complete = _decompressed_head(path, head, compression, reader)
     local_bytes = 0 if path == STDIN or stored is not None else os.path.getsize(path)
     num_bytes = local_bytes if stored is None else stored.size
-    return Input(path, _kind(path, name, content, compression, is_complete, settings, remote), compression, num_bytes,
+    return Input(path, _kind(path, name, content, compression, is_complete, settings, reader), compression, num_bytes,
                  head if path == STDIN else b"", stored)
 
 
-def _reader_of_head(remote: RemoteFile | None) -> BlockReader | None:
-    return None if remote is None else BlockReader(remote, block_bytes=HEAD_BYTES, blocks_ahead=0)
-
-
-def _decompressed_head(path: str, head: bytes, compression: str, remote: RemoteFile | None) -> tuple[bytes, bool]:
+def _decompressed_head(path: str, head: bytes, compression: str, reader: Any) -> tuple[bytes, bool]:
     """Return the beginning of the decompressed content, and whether this is all."""
     content = b""
-    if path != STDIN and remote is None:
+    if path != STDIN and reader is None:
         with open_source(path) as source:
             return _read_head(decompressed(source, compression))
     stream = decompressed(Source(io.BytesIO(head)), compression)
@@ -268,9 +278,10 @@ def _decompressed_head(path: str, head: bytes, compression: str, remote: RemoteF
         while data := stream.read(1024):
             content += data
     except (OSError, EOFError):  # the rest has not been read yet
-        if content or remote is None:
+        if content or reader is None:
             return content, False
-        with open_source(path, reader=_reader_of_head(remote)) as source:  # the first block of zstd is longer
+        reader.seek(0)
+        with open_source(path, reader=reader, keep_open=True) as source:  # the first block of zstd is longer
             return _read_head(decompressed(source, compression))
     return content, len(head) < HEAD_BYTES
 
@@ -283,7 +294,7 @@ def _read_head(stream: ByteStream) -> tuple[bytes, bool]:
 
 
 def _kind(path: str, name: str, content: bytes, compression: str, is_complete: bool, settings: ReadSettings,
-          remote: RemoteFile | None) -> str:
+          reader: Any) -> str:
     if compression_of(content) and compression:
         raise ConfigError(name, problem="it is compressed twice", remedy="decompress it once")
     check_supported(content, name)
@@ -293,7 +304,7 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
         if compression or path == STDIN:
             raise ConfigError(name, problem="a Parquet file is read from its end, which needs a plain file",
                               remedy="decompress it" if compression else "give its path")
-        check_parquet(path, settings.jsonl_key, remote)
+        check_parquet(path, settings.jsonl_key, reader)
         return "parquet"
     if settings.format == "parquet":
         raise ConfigError(name, problem="this is not a Parquet file", remedy="leave --format out")
@@ -301,7 +312,8 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
         raise utf16_error(name, encoding)
     if settings.format != "auto":
         return settings.format
-    if is_web(path) and content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
+    is_page = content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
+    if is_page and path.lower().startswith(("http://", "https://")):
         raise ConfigError(name, problem="the server sends a web page (HTML)", remedy="give the URL of the file itself; "
                           "or, if the page is the text, give --format text")
     return detect_kind(content, name, is_complete=is_complete)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import Chunk, Position
 from pretrain.data.text_inputs.formats import input_name
 from pretrain.data.text_inputs.hub_dataset import DataFile, HubDataset, library
 from pretrain.data.text_inputs.hub_requests import ask_hub
 from pretrain.data.text_inputs.parquet import ValueChunks, column_path, read_parquet, text_values
-from pretrain.remote import RemoteFile, is_url
+from pretrain.data.text_inputs.stored_file import stored_file
+from pretrain.remote import is_url
 
 _BATCH_ROWS = 32  # rows held in memory at once: 0.4 M rows/s, which is 70% of the speed of 1,000
 _COMPRESSION_RATIO = 4  # assumed, for the progress bar
@@ -30,7 +30,7 @@ def read_data_file(dataset: HubDataset, path: str, column: str, start: Position,
     """
     file = next(file for file in dataset.files if file.path == path)
     if file.kind == "parquet":  # the library would read the file from its beginning, a whole row group at a time
-        reader = BlockReader(RemoteFile(path)) if is_url(path) else None
+        reader = stored_file(path).open() if is_url(path) else None
         yield from read_parquet(path, column, start, stop, chunk_bytes=chunk_bytes, long_bytes=long_bytes,
                                 reader=reader)
         return

@@ -9,13 +9,14 @@ whole file belongs to the part in which it begins.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
-from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import BOM, ReadSettings
 from pretrain.data.text_inputs.find import Input
 from pretrain.data.text_inputs.formats import Source, open_source
 from pretrain.data.text_inputs.parquet import num_rows
-from pretrain.remote import RemoteFile, is_url
+from pretrain.data.text_inputs.stored_file import stored_file
+from pretrain.remote import is_url
 
 _BLOCK_BYTES = 1 << 16
 
@@ -79,10 +80,10 @@ def _part_of_file(file: Input, settings: ReadSettings, start: int, stop: int) ->
     return replace(file, start=begin, stop=end, num_bytes=size * (end - begin) // whole)
 
 
-def _reader(file: Input) -> BlockReader | None:
+def _reader(file: Input) -> Any:
     if file.stored is not None:
         return file.stored.open()
-    return BlockReader(RemoteFile(file.path)) if file.dataset is not None and is_url(file.path) else None
+    return stored_file(file.path).open() if file.dataset is not None and is_url(file.path) else None
 
 
 def _first_document(file: Input, separator: bytes, byte: int) -> int:

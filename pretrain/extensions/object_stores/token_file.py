@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.daemon_threads import DaemonThreads
-from pretrain.data.token_files.page_cache import PAGE_BYTES, PageCache
 from pretrain.errors import ConfigError
-from pretrain.remote import RemoteFile
+from pretrain.extensions.object_stores.page_cache import PAGE_BYTES, PageCache
+from pretrain.extensions.object_stores.remote_file import RemoteFile
 
 _REQUESTS = 32  # at the same time, in one process
 _LARGEST_REQUEST, _AHEAD = 16, 4  # pages

@@ -22,12 +22,15 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretrain.cli import say
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import check_folder
+
+if TYPE_CHECKING:
+    from pretrain.extensions.object_stores.extension import ObjectStores
 
 PAGE_BYTES = 2**16
 WAYS = 8  # slots of a set
@@ -44,26 +47,18 @@ _REPEAT_S = 60.0  # between two attempts to write, after one has failed
 _CLAIMS_FROM = 2**61  # claims lock bytes far behind the end of the file
 
 
-@dataclass(frozen=True)
-class CacheSettings:
-    """The flags --data_cache and --data_cache_gb. "": the default folder. None: half of the free space of its disk."""
-
-    folder: str = ""
-    gigabytes: float | None = None
-
-    @property
-    def path(self) -> Path:
-        """The folder of the cache."""
-        if self.folder:
-            return Path(os.path.abspath(self.folder))
-        user = "~" if os.environ.get("HOME") != "" else f"~{getpass.getuser()}"  # expanduser takes "" for the folder /
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(f"{user}/.cache")
-        return Path(home, "ds-pretrain", "data").absolute()
+def cache_folder(given: str | None) -> Path:
+    """Return the folder of the cache. `given`: the value of --data_cache."""
+    if given:
+        return Path(os.path.abspath(given))
+    user = "~" if os.environ.get("HOME") != "" else f"~{getpass.getuser()}"  # expanduser takes "" for the folder /
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(f"{user}/.cache")
+    return Path(home, "ds-pretrain", "data").absolute()
 
 
-def open_cache(settings: CacheSettings) -> "PageCache":
+def open_cache(settings: "ObjectStores") -> "PageCache":
     """Return the cache of these settings, the same one for all token files of this process. Raises ConfigError."""
-    return _opened(settings.path, settings.gigabytes)
+    return _opened(cache_folder(settings.data_cache), settings.data_cache_gb)
 
 
 @functools.cache
