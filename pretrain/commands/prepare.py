@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import extend_parser, functions
 from pretrain.cli import (
     LARGEST_INT,
     Parser,
@@ -22,7 +23,6 @@ from pretrain.cli import (
     text,
     whole_number,
 )
-from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words_of
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
 from pretrain.data.prepare.duplicates.near_duplicates import LOWEST_THRESHOLD
 from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
@@ -32,25 +32,30 @@ from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.shards import parse_shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
+from pretrain.data.text_inputs.dataset import NamedDataset
 from pretrain.data.text_inputs.formats import STDIN
-from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.tiktoken_file import split_value
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import LEAST_PIECES, train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
-from pretrain.remote import without_credentials
+from pretrain.remote import path_or_url, without_credentials
+
+_INPUT_HELP = ("text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in quotes, or - for "
+               "standard input. A URL such as s3://bucket/folder, gs://bucket/*.jsonl, https://host/file or "
+               "hf://datasets/org/name/*.parquet is one of these in a store; its credentials come from the "
+               "environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ~/.netrc, HF_TOKEN)")
 
 
 def prepare_main() -> int:
     args = _prepare_parser().parse_args()
-    inputs = named_inputs(args)
+    inputs = _named_inputs(args)
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip", can_skip=True)
     middle = _fill_in_middle(args)
     settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, *_near_settings(args), middle)
     shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
-        if isinstance(inputs, DatasetName):
+        if isinstance(inputs, NamedDataset):
             # the tokenizer's commit is the one of the tokens
             inputs = pin_dataset(inputs, args.out, shard, overwrite=args.overwrite)
         special = () if middle is None else middle.names or KNOWN_NAMES[0]
@@ -67,6 +72,24 @@ def prepare_main() -> int:
     following = after_shard(args.out) if shard is not None else after_prepare(args.out)
     print("\n".join([summary_text(written), *next_line(following)]))
     return 0
+
+
+def _add_inputs(parser: Parser, command: str) -> None:
+    """Add INPUT, and what extensions take in its place."""
+    parser.add_argument("inputs", metavar="INPUT", nargs="*", type=path_or_url, help=_INPUT_HELP)
+    extend_parser(command, parser)
+
+
+def _named_inputs(args: argparse.Namespace) -> list[str] | NamedDataset:
+    """Return the inputs, or the dataset that flags of an extension name. Raises ConfigError if there are none."""
+    for _, dataset in functions("dataset"):
+        if (found := dataset(args)) is not None:
+            named: NamedDataset = found
+            return named
+    inputs: list[str] = args.inputs
+    if not inputs:
+        raise ConfigError("INPUT", problem="no input is given", remedy="name files")
+    return inputs
 
 
 def _near_settings(args: argparse.Namespace) -> tuple[str | None, float]:
@@ -107,7 +130,7 @@ def _prepare_parser() -> Parser:
     parser = Parser(description="Tokenize text, and write OUT.bin and OUT.idx (Megatron's format), OUT.meta.json and "
                                 "OUT.summary.json.",
                     epilog="A preparation that was stopped or killed continues if the same command is given again.")
-    add_input_flags(parser)
+    _add_inputs(parser, "prepare")
     parser.add_argument("--tokenizer", type=path_text, required=True,
                         help="SentencePiece .model, tokenizer.json, a folder with one of them, a .tiktoken file or its "
                         "encoding such as o200k_base, or the word bytes")
@@ -165,7 +188,7 @@ def _add_on_error(parser: Parser) -> None:
 def tokenizer_main() -> None:
     parser = Parser(description="Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model and "
                                 "OUT/tokenizer.json.")
-    add_input_flags(parser)
+    _add_inputs(parser, "tokenizer")
     parser.add_argument("--out", type=path, required=True,
                         help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
     parser.add_argument("--vocab_size", type=whole_number(LEAST_PIECES, 2**24), default=8192,
@@ -187,17 +210,19 @@ def tokenizer_main() -> None:
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()
     reading = ReadSettings(args.format, args.jsonl_key, skip_errors=args.on_error == "skip", can_skip=True)
-    _train_tokenizer(named_inputs(args), args.out, reading, args.vocab_size,
+    inputs = _named_inputs(args)
+    _train_tokenizer(inputs, args.out, reading, args.vocab_size,
                      max_megabytes=args.max_megabytes, threads=args.threads, verbose=args.verbose,
                      character_coverage=args.character_coverage,
                      special_tokens=args.special_tokens.split(",") if args.special_tokens else ())
     options = [word for flag in ("format", "jsonl_key", "on_error") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
-    for line in next_line(after_tokenizer(words_of(args), args.out, options)):
+    words = inputs.words if isinstance(inputs, NamedDataset) else [without_credentials(word) for word in inputs]
+    for line in next_line(after_tokenizer(words, args.out, options)):
         print(line)
 
 
-def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, reading: ReadSettings,
+def _train_missing_tokenizer(inputs: list[str] | NamedDataset, tokenizer: str, reading: ReadSettings,
                              vocab_size: int, *, is_shard: bool, special_tokens: Sequence[str]) -> None:
     """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError, also if it has another size.
 
@@ -214,13 +239,13 @@ def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, re
     if is_shard:
         raise ConfigError("--vocab_size", problem=f"there is no tokenizer at {tokenizer}, and each of the shards would "
                           "train one", remedy="train it first, once, with `ds-pretrain tokenizer`")
-    if not isinstance(inputs, DatasetName) and STDIN in inputs:
+    if not isinstance(inputs, NamedDataset) and STDIN in inputs:
         raise ConfigError("--vocab_size", problem="standard input can be read only once",
                           remedy="give files, or a tokenizer that exists")
     _train_tokenizer(inputs, folder, reading, vocab_size, special_tokens=special_tokens)
 
 
-def _train_tokenizer(inputs: list[str] | DatasetName, out: Path, reading: ReadSettings, vocab_size: int,
+def _train_tokenizer(inputs: list[str] | NamedDataset, out: Path, reading: ReadSettings, vocab_size: int,
                      **options: Any) -> None:
     """Train a SentencePiece tokenizer, and report it. Raises ConfigError."""
     started = time.monotonic()

@@ -51,9 +51,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
     "needs receivers and GPUs: tests/extensions/notify/test_follow_run.py": (
         "ds-pretrain supervise -- ds-pretrain --num_gpus 8 --config run.yaml --notify SLACK_URL MAIL_URL",
         "ds-pretrain --num_gpus 8 --config run.yaml --metrics_port 9100"),
-    "needs the Hub: tests/data/prepare/test_hub_dataset.py": (
-        "ds-pretrain prepare --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --tokenizer "
-        "data/tokenizer --out data/fineweb",),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
     "takes an hour: tests/distributed/test_replay.py with -m slow": (
         "python -m tests.extensions.replay.planted_replays OUT",),

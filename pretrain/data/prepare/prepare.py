@@ -48,9 +48,9 @@ from pretrain.data.prepare.summary import read_summary
 from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
+from pretrain.data.text_inputs.dataset import NamedDataset
 from pretrain.data.text_inputs.find import Inputs, find_inputs
 from pretrain.data.text_inputs.formats import STDIN
-from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.text_inputs.parts import Part, part_of
 from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, delete_copies, read_batches
 from pretrain.data.token_files.hashes import hash_file
@@ -77,7 +77,7 @@ class PrepareSettings:
     fill_in_middle: FillInMiddle | None = None
 
 
-def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
+def prepare(inputs: Sequence[str] | NamedDataset, *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
             workers: int | None = None, overwrite: bool = False, shard: Shard | None = None,
             command: Sequence[str] = (), seconds_between_states: float | None = None) -> PreparedData:
     """Tokenize `inputs` into out.bin, out.idx, out.meta.json, out.sha256.json and out.summary.json.
@@ -88,10 +88,10 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     """
     settings = settings or PrepareSettings()
     if shard is not None:
-        if not isinstance(inputs, DatasetName) and STDIN in inputs:
+        if not isinstance(inputs, NamedDataset) and STDIN in inputs:
             raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
         check_count(out, shard)
-    if isinstance(inputs, DatasetName):
+    if isinstance(inputs, NamedDataset):
         inputs = pin_dataset(inputs, out, shard, overwrite=overwrite)
     others = None if shard is None else facts_of_shards(out, shard, overwrite=overwrite)
     of_shards = None if others is None else Inputs((), (), others.commits)
@@ -184,7 +184,7 @@ class _Job:
             "--near_threshold": settings.near_threshold if finds_near else None,
             "version of rensa": signature_version() if finds_near else None, "skip_errors": read.skip_errors}
         if inputs.dataset is not None:
-            record |= inputs.dataset.found.record()
+            record |= inputs.dataset.record()
         if middle is not None:
             record |= middle.record()
         self.facts = DataFacts(

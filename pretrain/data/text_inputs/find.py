@@ -15,6 +15,7 @@ from typing import Any
 
 from pretrain.daemon_threads import map_in_threads
 from pretrain.data.text_inputs.chunk import Position, ReadSettings
+from pretrain.data.text_inputs.dataset import NamedDataset, OpenDataset
 from pretrain.data.text_inputs.formats import (
     HEAD_BYTES,
     PARQUET,
@@ -30,11 +31,10 @@ from pretrain.data.text_inputs.formats import (
     utf16_error,
     utf16_problem,
 )
-from pretrain.data.text_inputs.hub_dataset import DatasetName, HubDataset, open_dataset
 from pretrain.data.text_inputs.parquet import check_parquet
-from pretrain.data.text_inputs.stored_file import StoredFile, is_remote, local_path, stored_files
+from pretrain.data.text_inputs.stored_file import StoredFile, is_remote, local_path, stored_file, stored_files
 from pretrain.errors import ConfigError, counted, printable, shorten
-from pretrain.remote import without_credentials
+from pretrain.remote import is_url, without_credentials
 
 _COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
 _KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet", "rows": "rows"}
@@ -54,7 +54,7 @@ class Input:
     num_bytes: int = 0  # on disk; 0 for standard input
     head: bytes = b""  # of standard input: the bytes that were read to detect the format
     stored: StoredFile | None = None  # of a URL: the version of the file
-    dataset: HubDataset | None = None  # that this file belongs to
+    dataset: OpenDataset | None = None  # that this file belongs to
     source: str = ""  # the word of the command line that names this file
     start: int = 0  # byte at which reading begins, or row of a Parquet file: above 0 in a part of a file (parts.py)
     stop: int | None = None  # byte or row before which reading ends; None: it ends with the file
@@ -89,6 +89,12 @@ class Input:
         """True for files, which can be read from any position. Standard input can be read only once."""
         return self.path != STDIN
 
+    def open(self, copy: Path | None = None) -> Any:
+        """Open a file at a URL: see StoredFile. None: the file is local."""
+        if self.stored is not None:
+            return self.stored.open(copy)
+        return stored_file(self.path).open() if self.dataset is not None and is_url(self.path) else None
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -113,7 +119,7 @@ class Inputs:
             self.files) or self.dataset is not None
 
     @property
-    def dataset(self) -> HubDataset | None:
+    def dataset(self) -> OpenDataset | None:
         """The dataset that all files belong to."""
         return self.files[0].dataset
 
@@ -141,7 +147,7 @@ def _examples(names: Sequence[str]) -> str:
     return shorten(", ".join(names[:3]), 120) + ", ..." * (len(names) > 3)
 
 
-def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earlier: Inputs | None = None) -> Inputs:
+def find_inputs(words: Sequence[str] | NamedDataset, settings: ReadSettings, earlier: Inputs | None = None) -> Inputs:
     """Return the inputs that files, folders, globs, URLs and "-" name, in this order; folders and globs are sorted.
 
     Of a dataset, these are its data files.
@@ -149,8 +155,8 @@ def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earl
     files of stores are not examined again if they have not changed.
     Raises ConfigError for an input that does not exist, cannot be read or has another format, and if all are empty.
     """
-    if isinstance(words, DatasetName):
-        dataset = open_dataset(words)
+    if isinstance(words, NamedDataset):
+        dataset = words.open()
         if not dataset.files:
             raise ConfigError(words.flag, problem="this split has no data files")
         return Inputs(tuple(Input(file.path, file.kind, file.compression, file.num_bytes, dataset=dataset,

@@ -9,14 +9,11 @@ whole file belongs to the part in which it begins.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pretrain.data.text_inputs.chunk import BOM, ReadSettings
 from pretrain.data.text_inputs.find import Input
 from pretrain.data.text_inputs.formats import Source, open_source
 from pretrain.data.text_inputs.parquet import num_rows
-from pretrain.data.text_inputs.stored_file import stored_file
-from pretrain.remote import is_url
 
 _BLOCK_BYTES = 1 << 16
 
@@ -68,7 +65,7 @@ def _part_of_file(file: Input, settings: ReadSettings, start: int, stop: int) ->
     """Return the part with the documents that begin in the bytes [start, stop) of a file; None if there are none."""
     size = file.num_bytes
     if file.kind == "parquet":
-        whole = num_rows(file.path, _reader(file))
+        whole = num_rows(file.path, file.open())
         begin, end = -(-start * whole // size), -(-stop * whole // size)
     else:
         whole, separator = size, b"\n" if file.kind == "jsonl" else settings.document_separator.encode()
@@ -78,12 +75,6 @@ def _part_of_file(file: Input, settings: ReadSettings, start: int, stop: int) ->
     if begin == end:
         return None
     return replace(file, start=begin, stop=end, num_bytes=size * (end - begin) // whole)
-
-
-def _reader(file: Input) -> Any:
-    if file.stored is not None:
-        return file.stored.open()
-    return stored_file(file.path).open() if file.dataset is not None and is_url(file.path) else None
 
 
 def _first_document(file: Input, separator: bytes, byte: int) -> int:

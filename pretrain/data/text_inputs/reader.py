@@ -9,7 +9,6 @@ from typing import Any
 from pretrain.data.text_inputs.chunk import BEGINNING, BOM, CHUNK_BYTES, LONG_BYTES, Chunk, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input
 from pretrain.data.text_inputs.formats import ByteStream, Source, decompressed, open_source, skip
-from pretrain.data.text_inputs.hub_rows import read_data_file
 from pretrain.data.text_inputs.json_lines import LongLine, text_parts
 from pretrain.data.text_inputs.parquet import read_parquet
 from pretrain.data.text_inputs.stored_file import expect
@@ -31,12 +30,12 @@ def read_chunks(found: Input, settings: ReadSettings, *, start: Position = BEGIN
     be read once, from its beginning. Raises ConfigError if the input cannot be read to its end.
     """
     start = found.beginning if start == BEGINNING else start
-    if found.dataset is not None:
-        yield from read_data_file(found.dataset, found.path, settings.jsonl_key, start, found.stop,
-                                  chunk_bytes=chunk_bytes, long_bytes=long_bytes)
+    if found.dataset is not None and found.kind != "parquet":
+        yield from found.dataset.read(found.path, settings.jsonl_key, start, chunk_bytes=chunk_bytes,
+                                      long_bytes=long_bytes)
         return
-    if found.stored is not None and reader is None:
-        reader = found.stored.open()
+    if reader is None:
+        reader = found.open()
     if found.kind == "parquet":
         yield from read_parquet(found.path, settings.jsonl_key, start, found.stop, chunk_bytes=chunk_bytes,
                                 long_bytes=long_bytes, reader=reader)
@@ -251,11 +250,11 @@ def _open_ahead(inputs: Sequence[Input], first: int, copies: Path | None) -> Ite
     """
     opened: deque[tuple[int, Any]] = deque()
     for index in range(first, len(inputs)):
-        stored, compression = inputs[index].stored, inputs[index].compression
-        copy = copies / f"{_COPY}{index}" if copies is not None and compression else None
-        reader = None if stored is None else stored.open(copy)
-        if stored is not None and index > first and inputs[index].kind != "parquet":
-            expect(reader, [(0, stored.size)])
+        found = inputs[index]
+        copy = copies / f"{_COPY}{index}" if copies is not None and found.compression else None
+        reader = None if found.stored is None else found.open(copy)
+        if found.stored is not None and index > first and found.kind != "parquet":
+            expect(reader, [(0, found.stored.size)])
         opened.append((index, reader))
         if len(opened) > _FILES_AHEAD:
             yield opened.popleft()
