@@ -26,6 +26,8 @@ _SILENT_S = 5.0
 _CANNOT_BE_READ = ("NoCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL", "HFValidationError",
                    "HfUriError")
 """names of exceptions of the clients that another attempt would raise again"""
+_PRECONDITION = ("PreconditionFailed", "pre-conditions", "and Etag")
+"""words of errors of s3fs for a file with another ETag"""
 _REMEDIES = {"NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public "
                                    "bucket, set FSSPEC_S3_ANON=true"}
 _T = TypeVar("_T")
@@ -136,7 +138,7 @@ def lasting_problem(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         reason = text_of(error)
         return reason if " " in reason and status is None else "there is no such file"
-    if status in (412, 416) or "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
+    if status in (412, 416) or any(word in str(each) for each in (error, error.__cause__) for word in _PRECONDITION):
         return str(changed_error("").args[0]).removeprefix(": ")
     if isinstance(error, PermissionError) or status in (401, 403):
         return f"the store refuses access: {text_of(error)}"

@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pretrain.data.text_inputs.chunk import LONG_BYTES, Chunk, Position
@@ -23,8 +24,7 @@ def read_parquet(path: str, column: str, start: Position, stop: int | None = Non
     reader: the open file, if `path` is a URL. Only its end and the needed parts of the column are fetched.
     """
     name = input_name(path)
-    pyarrow = import_pyarrow(name)
-    try:
+    with _naming(name, "it cannot be read to its end"):
         file = open_parquet(path if reader is None else reader)
         size = os.path.getsize(path) if reader is None else reader.seek(0, os.SEEK_END)
         bytes_per_row = size / max(file.metadata.num_rows, 1)
@@ -37,28 +37,29 @@ def read_parquet(path: str, column: str, start: Position, stop: int | None = Non
         for value in itertools.islice(values, None if stop is None else stop - start.offset):
             yield from chunks.add(value)
         yield from chunks.rest()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(name, problem=f"it cannot be read to its end: {error}") from None
 
 
 def check_parquet(path: str, column: str, reader: Any = None) -> None:
     """Raise ConfigError if a file is damaged, or has no text in this column. reader: see `read_parquet`."""
     name = input_name(path)
-    pyarrow = import_pyarrow(name)
-    try:
+    with _naming(name, "this Parquet file is damaged"):
         column_path(open_parquet(path if reader is None else reader).schema_arrow, column, name)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(name, problem=f"this Parquet file is damaged: {error}") from None
 
 
 def num_rows(path: str, reader: Any = None) -> int:
     """Return the number of rows of a file. Raises ConfigError. reader: see `read_parquet`."""
-    name = input_name(path)
+    with _naming(input_name(path), "it cannot be read"):
+        return int(open_parquet(path if reader is None else reader).metadata.num_rows)
+
+
+@contextmanager
+def _naming(name: str, problem: str) -> Iterator[None]:
+    """Convert errors of Arrow and of the file to ConfigError."""
     pyarrow = import_pyarrow(name)
     try:
-        return int(open_parquet(path if reader is None else reader).metadata.num_rows)
+        yield
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(name, problem=f"it cannot be read: {error}") from None
+        raise ConfigError(name, problem=f"{problem}: {error}") from None
 
 
 def open_parquet(source: Any) -> Any:

@@ -64,7 +64,7 @@ def _flag_of(url: str, args: "RunArguments") -> str:
 
 def _callbacks(plan: "Plan") -> "Iterator[Callback]":
     if any(map(is_url, plan.data.prefixes)):
-        from pretrain.extensions.object_stores.waits import StoreWaits
+        from pretrain.extensions.object_stores.token_file import StoreWaits
         yield StoreWaits()
 
 

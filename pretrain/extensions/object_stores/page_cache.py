@@ -91,16 +91,13 @@ class PageCache:
     def get(self, file_key: bytes, page: int) -> bytes | None:
         """Return a page of a token file; None if it is not here, or damaged. `file_key`: 16 bytes."""
         number = self._set_of(file_key, page)
-        for way, header in enumerate(self._headers(number)):
-            magic, length, key, found, _, checksum = _SLOT.unpack(header)
-            if (magic, key, found) != (_SLOT_MAGIC, file_key, page) or length > PAGE_BYTES:
-                continue
-            try:
-                data = os.pread(self._descriptor, length, self._page_offset(number, way))
-            except OSError:
-                return None
-            if _checksum(header[:_CHECKED], data) == checksum:
-                return data
+        with contextlib.suppress(OSError):
+            for way, header in enumerate(self._headers(number)):
+                magic, length, key, found, _, checksum = _SLOT.unpack(header)
+                if (magic, key, found) == (_SLOT_MAGIC, file_key, page) and length <= PAGE_BYTES:
+                    data = os.pread(self._descriptor, length, self._page_offset(number, way))
+                    if _checksum(header[:_CHECKED], data) == checksum:
+                        return data
         return None
 
     def put(self, file_key: bytes, page: int, data: bytes) -> None:
@@ -108,10 +105,10 @@ class PageCache:
         if self._failed_at is not None and time.monotonic() - self._failed_at < _REPEAT_S:
             return
         number = self._set_of(file_key, page)
-        way = min(enumerate(self._headers(number)), key=lambda item: _age(item[1], file_key, page))[0]
         header = _SLOT.pack(_SLOT_MAGIC, len(data), file_key, page, time.time_ns(), b"")[:_CHECKED]
         header += _checksum(header, data)
         try:
+            way = min(enumerate(self._headers(number)), key=lambda item: _age(item[1], file_key, page))[0]
             _write(self._descriptor, data, self._page_offset(number, way))
             _write(self._descriptor, header.ljust(_SLOT.size, b"\0"), self._header_offset(number) + way * _SLOT.size)
         except OSError as error:
@@ -174,11 +171,8 @@ class PageCache:
         return (mixed ^ mixed >> 32) % self._num_sets
 
     def _headers(self, number: int) -> list[bytes]:
-        """Return the headers of the slots of a set; empty ones if they cannot be read."""
-        try:
-            data = os.pread(self._descriptor, WAYS * _SLOT.size, self._header_offset(number))
-        except OSError:
-            data = b""
+        """Return the headers of the slots of a set; empty ones where the file has become shorter. Raises OSError."""
+        data = os.pread(self._descriptor, WAYS * _SLOT.size, self._header_offset(number))
         data = data.ljust(WAYS * _SLOT.size, b"\0")
         return [data[start:start + _SLOT.size] for start in range(0, len(data), _SLOT.size)]
 

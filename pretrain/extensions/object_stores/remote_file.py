@@ -25,11 +25,11 @@ _PIECE_BYTES = 1 << 16
 _WHOLE_BYTES = 16 << 20
 """size up to which a file is read at once from a server that ignores ranges"""
 _CONNECTIONS = 64
+_S3, _HTTP = {"s3"}, {"http"}
+"""protocols of clients to which a range of one version, named by its ETag, can be asked for"""
 _VERSION_KEYS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "LastModified", "Last-Modified", "mtime",
                  "modified", "last_modified", "created")
 """keys of fsspec's facts about a file; the first one that is there identifies the version of the file"""
-_PINNING = ("S3FileSystem", "HTTPFileSystem")
-"""fsspec's clients to which a range of one version, named by its ETag, can be asked for"""
 _T = TypeVar("_T")
 
 
@@ -83,12 +83,13 @@ class RemoteFile:
         self.last_wait: tuple[float, str] = 0.0, ""
         self._warned_at, self._answer = 0.0, ""
         self._system, self._path = open_file_system(url, self.name)
+        self._is_http, self._is_s3 = (bool(names & _names_of(self._system)) for names in (_HTTP, _S3))
         self._content: bytes | None = None  # of a small file on a server without ranges
         self.size, self.version = size or 0, version
         if size is None or not version:
             facts = self._facts()
             self.size, self.version = int(facts["size"]), version_of(facts)
-        self.pins_version = self.version.startswith('"') and type(self._system).__name__ in _PINNING
+        self.pins_version = self.version.startswith('"') and (self._is_http or self._is_s3)
         if (version and version != self.version) or (size is not None and size != self.size):
             raise self._changed()
 
@@ -125,10 +126,8 @@ class RemoteFile:
 
     def _facts(self) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
-            if type(self._system).__name__ == "HTTPFileSystem":
-                from fsspec.asyn import sync
-
-                return dict(sync(self._system.loop, self._facts_of_http, timeout=_ANSWER_S))
+            if self._is_http:
+                return dict(self._sync(self._facts_of_http))
             self._system.invalidate_cache()
             return dict(self._system.info(self._path))
 
@@ -152,29 +151,34 @@ class RemoteFile:
 
     def _fetch(self, start: int, stop: int, data: bytearray) -> None:
         """Append a range of this version to `data`. The protocol is asked for the version, if it can be."""
-        from fsspec.asyn import AsyncFileSystem, sync
+        from fsspec.asyn import AsyncFileSystem
 
-        system, kind = self._system, type(self._system).__name__
-        if kind == "S3FileSystem" and self.pins_version:
-            sync(system.loop, self._fetch_from_s3, start, stop, data, timeout=_ANSWER_S)
-        elif kind == "HTTPFileSystem":
-            sync(system.loop, self._fetch_from_http, start, stop, data, timeout=_ANSWER_S)
+        system = self._system
+        if self._is_http:
+            self._sync(self._fetch_from_http, start, stop, data)
+        elif self._is_s3 and self.pins_version:
+            data += self._s3_file.cache.fetcher(start, stop)
         elif isinstance(system, AsyncFileSystem):
-            data += sync(system.loop, system._cat_file, self._path, start=start, end=stop, timeout=_ANSWER_S)
-        elif kind == "HfFileSystem":  # its default cache would read ahead, and ask for the size
+            data += self._sync(system._cat_file, self._path, start=start, end=stop)
+        elif "hf" in _names_of(system):  # its default cache would read ahead, and ask for the size
             data += system.cat_file(self._path, start=start, end=stop, cache_type="none", size=self.size)
         else:
             data += system.cat_file(self._path, start=start, end=stop)
 
-    async def _fetch_from_s3(self, start: int, stop: int, data: bytearray) -> None:
-        bucket, key, version_id = self._system.split_path(self._path)
-        own = {"VersionId": version_id} if version_id else {}
-        answer = await self._system._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}",
-                                             IfMatch=self.version, **own)
-        body = answer["Body"]
-        async with body:
-            while piece := await body.read(_PIECE_BYTES):
-                data += piece
+    def _sync(self, request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a coroutine function in the loop of the client."""
+        from fsspec.asyn import sync
+
+        return sync(self._system.loop, request, *args, timeout=_ANSWER_S, **kwargs)
+
+    @functools.cached_property
+    def _s3_file(self) -> Any:
+        """The open file of s3fs, whose requests name the ETag that it had when it was opened (If-Match)."""
+        self._system.retries = 1  # s3fs would repeat requests silently
+        file = self._system.open(self._path, "rb", cache_type="none", fill_cache=False)
+        if file.details.get("ETag") != self.version:
+            raise self._changed()
+        return file
 
     async def _facts_of_http(self) -> dict[str, Any]:
         """Return the facts of a web server's file. fsspec's `info` would begin to fetch it if HEAD fails."""
@@ -185,7 +189,7 @@ class RemoteFile:
                     continue
                 total = answer.headers.get("Content-Range", "").rpartition("/")[2]
                 if answer.status != 416:  # 416: no byte of an empty file
-                    self._system._raise_not_found_for_status(answer, self._path)
+                    answer.raise_for_status()
                 if answer.status in (206, 416) and total.isdigit():
                     size = int(total)
                 elif answer.headers.get("Content-Encoding", "identity") == "identity":
@@ -208,7 +212,7 @@ class RemoteFile:
         if self.pins_version:  # a weak ETag, W/"...", never matches
             headers["If-Match"] = self.version
         async with await self._ask_http("GET", headers) as answer:
-            self._system._raise_not_found_for_status(answer, self._path)
+            answer.raise_for_status()
             version = answer.headers.get("ETag" if '"' in self.version else "Last-Modified", "")
             if self.version and version not in ("", self.version):
                 raise self._changed()
@@ -227,6 +231,11 @@ class RemoteFile:
 
     def _changed(self) -> ConfigError:
         return changed_error(self.name)
+
+
+def _names_of(system: Any) -> set[str]:
+    """Return the protocols of a file system of fsspec."""
+    return {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
 
 
 def version_of(facts: dict[str, Any]) -> str:
