@@ -52,8 +52,8 @@ class Input:
     kind: str  # "text", "jsonl" or "parquet"; of a dataset also "rows": another format
     compression: str = ""  # "gzip", "zstd" or ""
     num_bytes: int = 0  # on disk; 0 for standard input
-    head: bytes = b""  # of standard input: the bytes that were read to detect the format
-    stored: StoredFile | None = None  # of a URL: the version of the file
+    head: bytes = b""  # bytes of standard input that were read to detect the format
+    stored: StoredFile | None = None  # version of a file at a URL
     dataset: OpenDataset | None = None  # that this file belongs to
     source: str = ""  # the word of the command line that names this file
     start: int = 0  # byte at which reading begins, or row of a Parquet file: above 0 in a part of a file (parts.py)

@@ -41,7 +41,7 @@ def part_of(files: Sequence[Input], settings: ReadSettings, index: int, count: i
     total = sum(file.num_bytes for file in files)
     first, last = total * index // count, total * (index + 1) // count
     parts: dict[int, Input] = {}
-    begins = 0  # of the file, in the bytes of all files
+    begins = 0  # byte at which the file begins, in the bytes of all files
     for number, file in enumerate(files):
         start, stop = max(first - begins, 0), min(last - begins, file.num_bytes)
         if not _is_divisible(file, settings):
@@ -83,7 +83,7 @@ def _first_document(file: Input, separator: bytes, byte: int) -> int:
     if byte in (0, file.num_bytes):
         return byte
     with _opened(file) as source:
-        first = len(BOM) if source.read(len(BOM)) == BOM else 0  # of the first document
+        first = len(BOM) if source.read(len(BOM)) == BOM else 0  # byte at which the first document begins
         start = _between_separators(source, separator, max(byte - len(separator), first), first)
         return next((end for end in _ends(source, separator, start) if end >= byte), file.num_bytes)
 

@@ -20,9 +20,9 @@ CHECK_S = 0.2  # time in which a start checks blocks
 class FoundHashes:
     """Hashes that earlier programs have stored for a data set."""
 
-    current: DataHashes | None  # of the files as they are: sizes, modification time of the .bin and .idx are the same
+    current: DataHashes | None  # sizes and modification time of the .bin, and the .idx, are the same now
     earlier: DataHashes | None  # complete hashes of an earlier version of the files
-    path: Path | None  # of `current`
+    path: Path | None  # file that has `current`
     notes: tuple[str, ...]  # about files that cannot be used
 
 

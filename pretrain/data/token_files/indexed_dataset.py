@@ -20,7 +20,7 @@ from pretrain.errors import ConfigError
 from pretrain.remote import is_url
 from pretrain.stored_json import build, parse_json, read_object, reason_of
 
-_SAMPLES, _SAMPLE_TOKENS = 64, 1024  # of the .bin, for the fingerprint
+_SAMPLES, _SAMPLE_TOKENS = 64, 1024  # samples of the .bin that the fingerprint has
 _RANGE_FACTOR = 32  # a range of entries is read at once if at most this many times the wanted entries are in it
 
 
@@ -52,7 +52,7 @@ class IndexedDataset:
         self.num_tokens = self._offset_of_sequence(self.num_sequences)
         self.num_documents = self.index.num_index_entries - 1
         self.notes: tuple[str, ...] = ()
-        self.url_note = "" if files is None else files.note  # for the start of a run
+        self.url_note = "" if files is None else files.note  # a note at the start of a run
         self._each_sequence_is_a_document = False
         self._check_last_document()
         self.file = self._open_bin(files)

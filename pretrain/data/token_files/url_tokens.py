@@ -31,7 +31,7 @@ class Url:
 class TokenReader(Protocol):
     """A .bin file. Threads read it at the same time. Methods raise ConfigError if it cannot be read."""
 
-    path: Any  # for messages
+    path: Any  # its name in messages
 
     def status(self) -> os.stat_result:
         """Return size and modification time, or a number that stands for the version."""

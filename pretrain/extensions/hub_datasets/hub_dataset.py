@@ -128,7 +128,7 @@ class HubDataset:
 
 
 def library() -> Any:
-    """Return the module `datasets`, quiet, and without its own retries. Raises ConfigError."""
+    """Return the module `datasets`, quiet, and without the retries of the library. Raises ConfigError."""
     datasets = import_package("datasets", "--dataset", "hub",
                               "the Python package datasets, which reads it, is not installed")
     from fsspec.compression import register_compression

@@ -1,6 +1,6 @@
 """Read the rows of the data files of datasets (see hub_dataset.py).
 
-Each data file is read on its own: a chunk depends on the file and the row at which it begins, and on nothing else. A
+Each data file is read independently: a chunk depends on the file and the row at which it begins, and on nothing else. A
 resume opens the file of its position, and none before it. Parquet is read as other inputs are: the library would read
 a file from its beginning, a complete row group at a time.
 """

@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 def in_thread(function: Callable[[], _Result]) -> "Future[_Result]":
     """Call a function in a thread that does not keep this process alive, unlike those of concurrent.futures.
 
-    Not one of a common DaemonThreads: a forked process would wait for threads that it does not have.
+    A common DaemonThreads would not do: a forked process would wait for threads that it does not have.
     """
     future: Future[_Result] = Future()
 

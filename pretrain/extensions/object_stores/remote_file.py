@@ -55,8 +55,8 @@ def _settings(protocol: str) -> dict[str, Any]:
         return {"client_kwargs": {"trust_env": True}}
     if protocol not in ("s3", "s3a"):
         return {}
-    own = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
-    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS, **own}}
+    given = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS, **given}}
 
 
 class RemoteFile:
@@ -83,8 +83,8 @@ class RemoteFile:
         self.last_wait: tuple[float, str] = 0.0, ""
         self._warned_at, self._answer = 0.0, ""
         self._system, self._path = open_file_system(url, self.name)
-        self._is_http, self._is_s3 = (bool(names & _names_of(self._system)) for names in (_HTTP, _S3))
-        self._content: bytes | None = None  # of a small file on a server without ranges
+        self._is_http, self._is_s3 = (bool(names & names_of(self._system)) for names in (_HTTP, _S3))
+        self._content: bytes | None = None  # the content of a small file on a server without ranges
         self.size, self.version = size or 0, version
         if size is None or not version:
             facts = self._facts()
@@ -160,7 +160,7 @@ class RemoteFile:
             data += self._s3_file.cache.fetcher(start, stop)
         elif isinstance(system, AsyncFileSystem):
             data += self._sync(system._cat_file, self._path, start=start, end=stop)
-        elif "hf" in _names_of(system):  # its default cache would read ahead, and ask for the size
+        elif "hf" in names_of(system):  # its default cache would read ahead, and ask for the size
             data += system.cat_file(self._path, start=start, end=stop, cache_type="none", size=self.size)
         else:
             data += system.cat_file(self._path, start=start, end=stop)
@@ -233,7 +233,7 @@ class RemoteFile:
         return changed_error(self.name)
 
 
-def _names_of(system: Any) -> set[str]:
+def names_of(system: Any) -> set[str]:
     """Return the protocols of a file system of fsspec."""
     return {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
 

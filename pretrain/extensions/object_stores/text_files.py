@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from pretrain.data.text_inputs.stored_file import IsLeftOut, StoredFile
 from pretrain.errors import ConfigError
 from pretrain.extensions.object_stores.block_reader import BlockReader, CopiedReader
-from pretrain.extensions.object_stores.remote_file import RemoteFile, open_file_system, version_of
+from pretrain.extensions.object_stores.remote_file import RemoteFile, names_of, open_file_system, version_of
 from pretrain.remote import with_retries, without_credentials
 
 _WEB = re.compile(r"https?://", re.IGNORECASE)
-_HUB = "hf"
+_HUB, _COMMIT = "hf", re.compile("[0-9a-f]{40}")
 _HUB_FOLDERS = {"dataset": "datasets/", "space": "spaces/"}
 _CARD = "README.md"
 """file of a repository of the Hub that describes it"""
@@ -40,7 +40,7 @@ def files_at(url: str, commits: dict[str, str], is_left_out: IsLeftOut) -> list[
     if not path.strip("/"):
         raise ConfigError(where, problem="it names no file of a store", remedy="give a URL such as s3://bucket/name")
     revision = ""
-    if type(system).__name__ == "HfFileSystem":
+    if _HUB in names_of(system):
         path, revision = _at_commit(system, path, where, commits)
         url = f"{_HUB}://{path}"
     before, found, after = url.rstrip("/").rpartition(path)
@@ -85,6 +85,8 @@ def _at_commit(system: Any, path: str, where: str, commits: dict[str, str]) -> t
         return path, ""
     root = _HUB_FOLDERS.get(resolved.repo_type, "") + resolved.repo_id
     key = f"{_HUB}://{root}@{resolved.revision}"
+    if _COMMIT.fullmatch(resolved.revision):
+        commits[key] = resolved.revision
     if key not in commits:
         commits[key] = str(with_retries(lambda: system._api.repo_info(
             resolved.repo_id, revision=resolved.revision, repo_type=resolved.repo_type).sha, where))
