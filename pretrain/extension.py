@@ -169,7 +169,7 @@ class Extension:
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
     # scheme of URLs, or "*" for those that no extension names -> (url, settings) -> a TokenFiles of
-    # data/token_files/url_tokens.py; `settings`: those of the extension, as the run has them, or their defaults
+    # data/token_files/token_file.py; `settings`: those of the extension, as the run has them, or their defaults
     token_files: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
     # scheme, or "*" -> (url, commits, is_left_out) -> the files that a URL names: see data/text_inputs/stored_file.py
     text_inputs: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)

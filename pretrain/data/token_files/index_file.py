@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.token_files.token_file import TokenFile
-from pretrain.data.token_files.url_tokens import Url
+from pretrain.data.token_files.token_file import TokenFile, Url
 from pretrain.errors import ConfigError, listed
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from pretrain.data.token_files.hashes import DataHashes, hashes_path, read_hashes
 from pretrain.data.token_files.index_file import REWRITE, IndexFile, check_entries, reason
-from pretrain.data.token_files.token_file import TokenFile
-from pretrain.data.token_files.url_tokens import TokenFiles, TokenReader, Url, token_files_at
+from pretrain.data.token_files.token_file import TokenFile, TokenFiles, TokenReader, Url, token_files_at
 from pretrain.errors import ConfigError
 from pretrain.remote import is_url
 from pretrain.stored_json import build, parse_json, read_object, reason_of

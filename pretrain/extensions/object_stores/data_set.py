@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.daemon_threads import DaemonThreads
-from pretrain.data.token_files.url_tokens import Url
+from pretrain.data.token_files.token_file import Url
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.object_stores.page_cache import open_cache, turn
 from pretrain.extensions.object_stores.remote_file import RemoteFile
@@ -32,7 +32,7 @@ _LARGEST_HASHED = 2**26  # bytes; of a larger copy, size and modification time a
 
 
 class StoredTokens:
-    """The files of a data set, as pretrain/data/token_files/url_tokens.py describes them."""
+    """The files of a data set, as pretrain/data/token_files/token_file.py describes them."""
 
     def __init__(self, url: str, settings: "ObjectStores") -> None:
         self._url, self._settings = url, settings
