@@ -173,9 +173,9 @@ class Extension:
     token_files: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
     # scheme, or "*" -> (url, commits, is_left_out) -> the files that a URL names: see data/text_inputs/stored_file.py
     text_inputs: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
-    # (flags of `prepare` or `tokenizer`, which `extends` adds) -> what they name in place of inputs, a NamedDataset of
-    # data/text_inputs/dataset.py; None: nothing
-    dataset: "str | Callable[..., Any]" = ""
+    # flag of `prepare` and `tokenizer`, which `extends` adds -> (flags) -> what it names in place of inputs, a
+    # NamedDataset of data/text_inputs/dataset.py; None: nothing
+    datasets: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.active_extensions import extend_parser, functions
+from pretrain.active_extensions import extend_parser, extensions
 from pretrain.cli import (
     LARGEST_INT,
     Parser,
@@ -82,13 +82,14 @@ def _add_inputs(parser: Parser, command: str) -> None:
 
 def _named_inputs(args: argparse.Namespace) -> list[str] | NamedDataset:
     """Return the inputs, or the dataset that flags of an extension name. Raises ConfigError if there are none."""
-    for _, dataset in functions("dataset"):
-        if (found := dataset(args)) is not None:
-            named: NamedDataset = found
-            return named
+    datasets = {flag: each.load(value) for each in extensions() for flag, value in each.datasets.items()}
+    found: list[NamedDataset] = [named for dataset in datasets.values() if (named := dataset(args)) is not None]
+    if found:
+        return found[0]
+    if not args.inputs:
+        raise ConfigError("INPUT", problem=f"neither an input nor {' or '.join(datasets)} is given" if datasets else
+                          "no input is given", remedy="name files" + ", or a dataset" * bool(datasets))
     inputs: list[str] = args.inputs
-    if not inputs:
-        raise ConfigError("INPUT", problem="no input is given", remedy="name files")
     return inputs
 
 

@@ -68,6 +68,50 @@ EXTENSION = Extension("shelves", "Reads shelves.", settings=Shelves, token_files
                       text_inputs={"shelf": texts})
 '''
 LOADED = ("--extension", "shelves:EXTENSION")
+COUNTED = '''
+from pretrain.data.text_inputs.chunk import Chunk, Position
+from pretrain.data.text_inputs.dataset import DataFile, NamedDataset
+from pretrain.extension import Extension
+
+
+class Counted(NamedDataset):
+    """The texts "number 0", "number 1" ..."""
+
+    name = flag = "--count"
+    files = (DataFile("numbers", 1000, "rows"),)
+    commit = "1"
+
+    def __init__(self, count):
+        self.count, self.words = count, ["--count", str(count)]
+
+    def pinned(self, record):
+        return self
+
+    def open(self):
+        return self
+
+    def describe(self):
+        return f"{self.count} numbers"
+
+    def record(self):
+        return {"--count": self.count}
+
+    facts = record
+
+    def read(self, path, column, start, *, chunk_bytes, long_bytes):
+        for row in range(start.offset, self.count, 10):
+            stop = min(row + 10, self.count)
+            values = tuple(f"number {number}".encode() for number in range(row, stop))
+            yield Chunk(path, "values", Position(row, row + 1), Position(stop, stop + 1), 10, values=values)
+
+
+def add_flag(parser):
+    parser.add_argument("--count", type=int)
+
+
+EXTENSION = Extension("counted", "Counts.", extends={"prepare": add_flag},
+                      datasets={"--count": lambda args: Counted(args.count) if args.count else None})
+'''
 
 
 def test_a_run_trains_on_its_token_files(tmp_path: Path, corpus: str) -> None:
@@ -111,6 +155,21 @@ def test_text_of_its_files_is_prepared(tmp_path: Path, ending: str) -> None:
     missing = program(tmp_path, *LOADED, "prepare", "shelf://none", "--tokenizer", "bytes", "--out", "none")
     assert (missing.returncode, missing.stderr.count("\n")) == (REJECTED, 1)
     assert "shelf://none: there is no such shelf." in missing.stderr
+
+
+def test_a_flag_names_a_dataset_in_place_of_inputs(tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(COUNTED)
+    loaded = ("--extension", "counted:EXTENSION", "prepare", "--tokenizer", "bytes", "--out")
+    done = program(tmp_path, *loaded, "out", "--count", "35")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "numbers.jsonl").write_text("".join(json.dumps({"text": f"number {number}"}) + "\n"
+                                                    for number in range(35)))
+    prepare([str(tmp_path / "numbers.jsonl")], tokenizer="bytes", out=str(tmp_path / "local"), workers=1)
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "local.bin").read_bytes()
+    assert json.loads((tmp_path / "out.summary.json").read_text())["settings"]["--count"] == 35
+    missing = program(tmp_path, *loaded, "none")
+    assert (missing.returncode, missing.stderr.count("\n")) == (REJECTED, 1)
+    assert "--count is given. Name files, or a dataset." in missing.stderr
 
 
 def test_a_url_that_no_extension_reads_gets_one_line(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch,

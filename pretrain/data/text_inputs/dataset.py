@@ -1,4 +1,4 @@
-"""A dataset that flags name in place of inputs, and that an extension opens (`Extension.dataset`)."""
+"""A dataset that flags name in place of inputs, and that an extension opens (`Extension.datasets`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

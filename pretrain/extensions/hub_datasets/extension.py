@@ -4,4 +4,4 @@ from pretrain.extension import Extension
 
 EXTENSION = Extension(
     "hub_datasets", "Prepares datasets of the Hugging Face Hub, and folders in its format.",
-    extends=dict.fromkeys(("prepare", "tokenizer"), "flags:add_flags"), dataset="flags:named_dataset")
+    extends=dict.fromkeys(("prepare", "tokenizer"), "flags:add_flags"), datasets={"--dataset": "flags:named_dataset"})

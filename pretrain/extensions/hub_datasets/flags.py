@@ -26,14 +26,11 @@ def add_flags(parser: Parser) -> None:
 
 
 def named_dataset(args: argparse.Namespace) -> "DatasetName | None":
-    """Return the dataset; None if inputs are given. Raises ConfigError for both or none, and flags without effect."""
+    """Return the dataset; None without --dataset. Raises ConfigError for inputs besides it, flags without effect."""
     if args.dataset is None:
         given = next((name for name in _OPTIONS if getattr(args, name) is not None), None)
         if given is not None:
             raise ConfigError(f"--{given}", problem="it has no effect without --dataset", remedy="leave it out")
-        if not args.inputs:
-            raise ConfigError("INPUT", problem="neither an input nor --dataset is given", remedy="name files, or a "
-                              "dataset")
         return None
     if args.inputs:
         given = without_credentials(" ".join(args.inputs))
