@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from pretrain.paths import RUN_FILES
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from torch.nn import Module
 
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
@@ -207,10 +208,48 @@ def extend_parser(command: str, parser: Any) -> None:
             each.load(add)(parser)
 
 
+def document_steps(flags: Mapping[str, Any]) -> list[Any]:
+    """Return the DocumentSteps that all extensions add to a preparation, in their order. Raises ConfigError.
+
+    Args:
+        flags: of `prepare`, or settings with which shards were made.
+    """
+    return sorted((step for _, steps in functions("documents") for step in steps(flags)),
+                  key=lambda step: (step.order, step.name))
+
+
 def patch_engine(engine: "DeepSpeedEngine", args: "RunArguments") -> None:
     """Let all extensions that the run uses replace functions of an engine that was just built."""
     for _, patch in functions("patch", args):
         patch(engine)
+
+
+def model_extensions(args: "RunArguments") -> list[str]:
+    """Return the names of the extensions with which a run changes the operators of its model."""
+    return [each.name for each in extensions() if each.model and each.is_used(args)]
+
+
+def model_flags(args: "RunArguments") -> dict[str, Any]:
+    """Return the given flags of these extensions: values by name."""
+    names = {name for each in extensions() if each.model for name in each.flags}
+    return {name: value for name, value in args.extensions.items() if name in names}
+
+
+def without_model_flags(args: "RunArguments") -> dict[str, Any]:
+    """Return the given flags of the other extensions."""
+    changing = model_flags(args)
+    return {name: value for name, value in args.extensions.items() if name not in changing}
+
+
+def change_model(module: "Module", plan: "Plan") -> None:
+    """Let all extensions that the run uses change a model, or one of its blocks, that was just built."""
+    for _, change in functions("model", plan.args):
+        change(module, plan)
+
+
+def precisions(args: "RunArguments") -> list[str]:
+    """Return what extensions compute in another precision than that of the run."""
+    return [text(args) for _, text in functions("precision", args)]
 
 
 def run_files() -> tuple[str, ...]:

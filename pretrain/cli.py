@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from pretrain.errors import CRASHED, ConfigError, one_line, shorten
 from pretrain.old_names import current_name
-from pretrain.printable_output import OutputError, drop_lost_output, escape_output
+from pretrain.terminal import OutputError, drop_lost_output, escape_output
 
 LARGEST_INT = 2**63 - 1
 OWNED = "DS_PRETRAIN_FOLLOWED"  # environment variable: the process that started this one owns the start of the run
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
-        self._words: list[str] = []  # of the command line, for errors
+        self._words: list[str] = []  # words of the command line, for errors
 
     def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:
@@ -241,8 +241,8 @@ def note_old_name(name: str, where: str) -> None:
 
 
 def next_line(command: str) -> list[str]:
-    """Return the line that names the next command; none if a script runs the commands: DS_PRETRAIN_NEXT=0."""
-    return [] if os.environ.get("DS_PRETRAIN_NEXT") == "0" else [one_line(f"next: {command}")]
+    """Return the line that names the next command, if there is one; none if a script runs them: DS_PRETRAIN_NEXT=0."""
+    return [] if not command or os.environ.get("DS_PRETRAIN_NEXT") == "0" else [one_line(f"next: {command}")]
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

@@ -4,7 +4,8 @@ import importlib
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 _COMMANDS = ("apt-get", "deepspeed", "pip", "python", "rm", "sudo", "torchrun")
@@ -64,6 +65,28 @@ class ConfigError(ValueError):
         error = cls.__new__(cls)
         error.args = (line,)
         return error
+
+
+@contextmanager
+def file_errors(where: object, problem: str = "it cannot be read: {}", remedy: str = "",
+                kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Raise ConfigError for an error of these kinds in the block, with the reason in place of the {} of `problem`.
+
+    The error is its `__cause__`: a caller may try again after an OSError.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except kinds as error:
+        raise ConfigError(str(where), problem=problem.replace("{}", reason_of(error)), remedy=remedy) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a file was not read or written, as part of a sentence."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def require_package(module: str, where: str, extra: str, problem: str = "") -> None:

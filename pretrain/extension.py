@@ -24,17 +24,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from torch.nn import Module
 
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
+    from pretrain.data.tokenizers.tokenizer import TokenizerFormat
     from pretrain.model.operator_memory import OperatorMemory
     from pretrain.model.operators import Kernels
 
 API = 1  # version of this interface and of `callback.py`
 BUILT_IN = "built in"  # see Extension.origin
-SUPERVISOR, LAUNCHER, RANK_0 = "the supervisor", "ds-pretrain", "rank 0"  # owners of a start: see Extension.around
+LAUNCHER, RANK_0 = "ds-pretrain", "rank 0"  # owners of a start: see Extension.around
 
 
 @dataclass(frozen=True)
@@ -111,16 +113,17 @@ class Models:
 
 
 # functions of an Extension
-_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "record", "operators", "patch", "around", "secrets")
+_OF_A_RUN = ("check", "rules", "prepare", "callbacks", "notes", "record", "operators", "patch", "model",
+             "around", "secrets")
 
 
 @dataclass(frozen=True)
 class Extension:
     """A capability that a run can do without.
 
-    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `patch`, `around` and `secrets` are
-    functions, or "module:function" with a module next to the declaration. They are called only if a flag of the
-    extension is given, it has no flags, or `is_always_used`.
+    `check`, `rules`, `inputs`, `prepare`, `callbacks`, `notes`, `record`, `patch`, `model`, `precision`, `around` and
+    `secrets` are functions, or "module:function" with a module next to the declaration. They are called only if a flag
+    of the extension is given, it has no flags, or `is_always_used`.
     """
 
     name: str
@@ -139,8 +142,9 @@ class Extension:
     callbacks: "str | Callable[[Plan], Iterable[Callback]]" = ""
     notes: "str | Callable[[Plan], Iterable[str]]" = ""  # about a plan, for `check` and the start of the run
     record: "str | Callable[[Plan], Mapping[str, Any]]" = ""  # (plan) -> keys for the record of the start in run.json
-    # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: the supervisor,
-    # otherwise ds-pretrain, otherwise rank 0; its value is called with the exit code
+    # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: a subcommand
+    # of an extension that starts the run again (`owner` is its name in words), otherwise LAUNCHER, otherwise RANK_0;
+    # its value is called with the exit code
     around: "str | Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]" = ""
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
@@ -161,11 +165,18 @@ class Extension:
     advice: Mapping[str, str] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # (flags of `prepare` by name) -> DocumentSteps of a preparation: see data/prepare/document_step.py. When shards are
+    # merged, the flags are the settings of the shards, and those that were not given are missing. Raises ConfigError
+    documents: "str | Callable[[Mapping[str, Any]], Iterable[Any]]" = ""
     # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
     operators: "str | Callable[[], Kernels]" = ""
     # (engine) -> None: replaces functions of an engine of DeepSpeed that was just built, such as passes over gradients;
     # results stay equal. Two extensions may replace the same function: each calls the one that it finds
     patch: "str | Callable[[DeepSpeedEngine], None]" = ""
+    # (module, plan) -> None: changes the operators of a model that was just built, or of one of its blocks; parameters
+    # and their names remain
+    model: "str | Callable[[Module, Plan], None]" = ""
+    precision: "str | Callable[[RunArguments], str]" = ""  # a text about what `model` computes otherwise
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
     # scheme of URLs, or "*" for those that no extension names -> (url, settings) -> a TokenFiles of
@@ -176,10 +187,12 @@ class Extension:
     # flag of `prepare` and `tokenizer`, which `extends` adds -> (flags) -> what it names in place of inputs, a
     # NamedDataset of data/text_inputs/dataset.py; None: nothing
     datasets: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
+    # () -> a TokenizerFormat (data/tokenizers/tokenizer.py): more values and files that --tokenizer takes
+    tokenizers: "str | Callable[[], TokenizerFormat]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py
     hints: "str | Callable[..., Iterable[Any]]" = ""
-    # (record of run.json, events) -> expected losses of any run, or None: see monitor/expected.py
+    # (record of run.json, events) -> expected losses of any run, or None: see monitor/curve.py
     expectation: "str | Callable[..., Any]" = ""
     # (run folder) -> (step, result) of the steps that were examined, the newest result first
     results: "str | Callable[[Path], Iterable[tuple[int, str]]]" = ""

@@ -3,17 +3,18 @@
 The checks come at the start, so that hours of work are not lost at the end.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, file_errors, shorten
 
 STOP_FILE = "STOP"  # in the run folder: the run saves and stops, and is not started again while the file exists
 SAVE_FILE = "SAVE"  # in the run folder: the run saves a checkpoint, then removes the file
@@ -70,7 +71,8 @@ def check_folder(path: Path, where: str, *, is_new: bool = False) -> None:
     """
     path = path.absolute()
     _check_outside_checkpoints(path, where, is_new=is_new)
-    try:
+    with file_errors(where, f"{shorten(str(path))} cannot be written to ({{}})",
+                     "choose a folder that can be created and written to"):
         folder = path
         while not os.path.lexists(folder):  # lexists: mkdir fails on a dangling link
             folder = folder.parent
@@ -80,9 +82,6 @@ def check_folder(path: Path, where: str, *, is_new: bool = False) -> None:
         if any(len(os.fsencode(part)) > longest for part in path.parts[len(folder.parts):]):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         os.rmdir(tempfile.mkdtemp(prefix=".ds-pretrain-", dir=folder))
-    except OSError as error:
-        raise ConfigError(where, problem=f"{shorten(str(path))} cannot be written to ({error.strerror or error})",
-                          remedy="choose a folder that can be created and written to") from None
 
 
 def free_bytes(folder: Path) -> int:
@@ -108,7 +107,7 @@ def check_space(path: Path, where: str, num_bytes: int) -> None:
 
 def check_file(path: Path, where: str) -> None:
     """Raise ConfigError unless `path` is a writable file, or a new file in an existing folder."""
-    try:
+    with file_errors(where, f"{shorten(str(path))} cannot be written to ({{}})"):
         if path.is_dir():
             raise ConfigError(where, problem=f"{shorten(str(path))} is a folder, not a file")
         if not path.absolute().parent.is_dir():
@@ -117,8 +116,6 @@ def check_file(path: Path, where: str) -> None:
         if path.exists():
             with path.open("a"):
                 return
-    except OSError as error:
-        raise ConfigError(where, problem=f"{shorten(str(path))} cannot be written to ({error.strerror})") from None
     check_folder(path, where)
 
 
@@ -134,12 +131,36 @@ def for_each_file(function: Callable[[_Item], _Result], items: Sequence[_Item]) 
         return list(pool.map(function, items))
 
 
+def status_of(path: os.PathLike[str]) -> os.stat_result | None:
+    """Return the status of a file; None if there is no such file, or if a file server does not answer."""
+    with contextlib.suppress(OSError):
+        return os.stat(path)
+    return None
+
+
+def text_of(path: Path) -> str:
+    """Return the content of a file of the system, such as /proc/cpuinfo; "" if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file, and wait until it is on the disk, where it survives a crash of the machine. Raises OSError."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def writing(where: str, remedy: str = "") -> Iterator[None]:
+    """Raise ConfigError for an OSError of a block that writes files, for example if the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(where, problem=f"the files cannot be written: {error.strerror or error}",
+                          remedy=remedy) from None
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -182,10 +203,8 @@ def lock(descriptor: int, operation: int) -> bool | None:
 
 def make_folder(path: Path) -> Path:
     """Create the folder if needed, and return it. Raises ConfigError if it cannot be created or written."""
-    try:
+    with file_errors(path, "this folder cannot be created: {}"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(str(path), problem=f"this folder cannot be created: {error.strerror}") from None
     if not os.access(path, os.W_OK):
         raise ConfigError(str(path), problem="you may not write to this folder")
     return path

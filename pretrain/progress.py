@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 from rich.segment import Segment
 
 from pretrain.errors import escape_controls
-from pretrain.printable_output import PrintableOutput
+from pretrain.terminal import PrintableOutput
 
 _SECONDS_BETWEEN_LINES = 10.0
 

@@ -22,8 +22,8 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 from pretrain.errors import shorten
 
 LARGEST_BYTES = 2**28  # 10 TB of tokens need 40 MB of hashes; the shard index of a rank is smaller
-LARGEST_SETTINGS_BYTES = 2**22  # of a file that people write; the YAML parser needs a minute for so much
-_LONGEST_LINE_BYTES = 2**26  # of a .jsonl file; rows have some kB
+LARGEST_SETTINGS_BYTES = 2**22  # size of a file that people write; the YAML parser needs a minute for so much
+_LONGEST_LINE_BYTES = 2**26  # a line of a .jsonl file; rows have some kB
 _BLOCK_BYTES = 8 * 2**20
 _DEEPEST = 60  # levels; json.dumps and json.loads fail at about 1,000
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -149,16 +149,12 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def reason_of(error: OSError | ValueError) -> str:
-    """Return why a file was not read, as part of a sentence."""
-    return getattr(error, "strerror", None) or str(error)
-
-
 def build(kind: type[_T], value: Any, where: str = "") -> _T:
     """Return a JSON value as a value of the type `kind`. Raises ValueError, which names the part that is wrong.
 
-    `kind` is a dataclass, a TypedDict, or a type made of these, scalars, dict, list, tuple[X, ...], | and Any. A
-    dataclass takes no unknown keys, a TypedDict ignores them. `Annotated[X, Y]` is an X with the content of a Y.
+    `kind` is a dataclass (also a generic one, with its arguments), a TypedDict, or a type made of these, scalars, dict,
+    list, tuple, | and Any. A dataclass takes no unknown keys, a TypedDict ignores them. `Annotated[X, Y]` is an X with
+    the content of a Y. The keys of a dict[int, X] are numbers that JSON has as strings.
     """
     return typing.cast(_T, _build(kind, value, where))
 
@@ -180,16 +176,26 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         return _build(args[0], value, where)
     if origin in (typing.Union, types.UnionType):
         return _build_union(args, value, where)
-    if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
+    if dataclasses.is_dataclass(origin or kind) or typing.is_typeddict(kind):
         return _build_fields(kind, _check(dict, value, where), where)
     if origin is dict:
-        return {_build(args[0], key, where): _build(args[1], each, _join(where, key))
+        return {_key(args[0], key, where): _build(args[1], each, _join(where, key))
                 for key, each in _check(dict, value, where).items()}
     if origin in (list, tuple):
-        items = (_build(args[0], each, f"{where}[{number}]")
-                 for number, each in enumerate(_check(list, value, where)))
-        return list(items) if origin is list else tuple(items)
-    return _check(kind, value, where)
+        values = _check(list, value, where)
+        kinds = args if origin is tuple and args[-1] is not ... else args[:1] * len(values)
+        if len(kinds) != len(values):
+            raise ValueError(f"{where or 'it'} has {len(values)} items instead of {len(kinds)}")
+        return origin(_build(each, values[at], f"{where}[{at}]") for at, each in enumerate(kinds))
+    return _check(type(None) if kind is None else kind, value, where)
+
+
+def _key(kind: Any, key: str, where: str) -> Any:
+    if kind is not int:
+        return _build(kind, key, where)
+    if not key.isascii() or not key.isdecimal() or len(key) > 18:
+        raise ValueError(f"{_join(where, key)} is not a whole number")
+    return int(key)
 
 
 def _build_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
@@ -218,10 +224,15 @@ def _build_fields(kind: Any, values: dict[str, Any], where: str) -> Any:
 @cache
 def _fields_of(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the type of each field, and the names of those without a default."""
-    hints = typing.get_type_hints(kind, include_extras=True)
+    origin = typing.get_origin(kind) or kind
+    hints = typing.get_type_hints(origin, include_extras=True)
     if typing.is_typeddict(kind):
         return hints, frozenset(kind.__required_keys__)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+    bound = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(kind), strict=False))
+    for name, hint in hints.items() if bound else ():
+        open_types = getattr(hint, "__parameters__", ())
+        hints[name] = bound[hint] if hint in bound else hint[tuple(map(bound.get, open_types))] if open_types else hint
+    fields = {f.name: f for f in dataclasses.fields(origin)}
     return {name: hints[name] for name in fields}, frozenset(
         name for name, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING)
 

@@ -1,25 +1,120 @@
-"""Lines for the person who watches a run: rows and a status line, from rank 0, on streams that never raise.
+"""stdout and stderr of every program, and lines for the person who watches a run: rows and a status line, from rank 0.
 
-A terminal shows one status line, below the rows, that is updated in place. A log gets one line each.
+The streams send no escapes to the terminal. They raise an error of their own if they cannot be written; in a run they
+never raise. A terminal shows one status line, below the rows, that is updated in place. A log gets one line each.
 """
 
 import contextlib
 import io
 import os
+import re
 import sys
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from pretrain.errors import escape_controls
-from pretrain.printable_output import PrintableOutput
 
+_CURSOR = re.compile(r"(\r|\x1b\[[AK])")  # to the beginning of the line, a line up, and erase the rest of the line
 _STATUS_INTERVAL_S = 0.2
 _CLEAR_LINE = "\r\033[K"
 _FEWEST_COLUMNS = 20  # a smaller reported width is treated as an error
+
+
+class OutputError(OSError):
+    """stdout or stderr cannot be written, as on a full disk: `run_main` knows that no other file is meant."""
+
+
+class _OutputFile(io.FileIO):
+    """The descriptor of stdout or stderr. `is_lossy`: it drops what cannot be written, and reports the first failure.
+
+    Otherwise it raises BrokenPipeError or OutputError.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.is_lossy = self.has_failed = False
+
+    def write(self, data: bytes) -> int | None:  # type: ignore[override] # any object with a buffer
+        """Write. Returns the number of bytes that need not be written again."""
+        try:
+            written = super().write(data)
+            return len(data) if written is None and self.is_lossy else written  # None: the reader of a pipe is slow
+        except OSError as error:
+            if self.is_lossy:
+                self._lose(error)
+                return len(data)
+            raise error if isinstance(error, BrokenPipeError) else OutputError(error.errno, error.strerror) from None
+
+    def _lose(self, error: OSError) -> None:
+        """Write one line to stderr, if this is stdout of rank 0."""
+        if not self.has_failed and self.fileno() == 1 and os.environ.get("RANK", "0") == "0":
+            line = f"warning: the output cannot be written ({error.strerror}); the run continues without it\n"
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode())
+        self.has_failed = True
+        if isinstance(error, BrokenPipeError):  # the reader does not come back
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+class PrintableOutput(io.TextIOWrapper):
+    """stdout or stderr without terminal escapes: the text may come from a run folder or a data set of someone else.
+
+    On stderr, progress bars of other packages may move the cursor to the beginning of this line or of the line above.
+    """
+
+    def __init__(self, stream: TextIO | None, descriptor: int) -> None:
+        """Take the place of `stream`; None: it was closed before the start."""
+        self.file = _OutputFile(descriptor)
+        settings: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"} if stream is None else {
+            name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+        super().__init__(io.BufferedWriter(self.file), **settings)  # type: ignore[type-var] # see `_OutputFile.write`
+
+    def write(self, text: str) -> int:
+        parts = _CURSOR.split(text) if self.file.fileno() == 2 else [text]
+        super().write("".join(part if number % 2 else escape_controls(part) for number, part in enumerate(parts)))
+        return len(text)
+
+    def write_controls(self, text: str) -> int:
+        """Write text of this program that contains terminal escapes."""
+        return super().write(text)
+
+
+def escape_output() -> None:
+    """Replace sys.stdout and sys.stderr by `PrintableOutput`, unless they are closed or a test has replaced them."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            with contextlib.suppress(OSError, ValueError):  # already full or closed: what is buffered is lost
+                stream.flush()
+                descriptor = stream.fileno()
+            setattr(sys, name, PrintableOutput(stream, descriptor))
+
+
+def ignore_lost_output() -> None:
+    """Let sys.stdout and sys.stderr never raise, unless a test or a notebook has replaced them.
+
+    A pipe such as `... | head` closes early, and the disk of a log fills up. Every `print` of this program, of
+    DeepSpeed or of another package would then raise OSError, on rank 0 alone, while the other ranks wait in a
+    collective.
+    """
+    escape_output()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed before the start; this takes its descriptor, so that no file gets it
+            setattr(sys, name, PrintableOutput(None, os.open(os.devnull, os.O_WRONLY)))
+        if isinstance(stream := getattr(sys, name), PrintableOutput):
+            stream.file.is_lossy = True
+
+
+def drop_lost_output() -> None:
+    """Drop what cannot be written: at exit the interpreter flushes again, and would print another error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, PrintableOutput):
+            stream.file.is_lossy = stream.file.has_failed = True
+            stream.flush()
 
 
 def terminal_columns(stream: TextIO) -> int | None:
@@ -69,7 +164,7 @@ def _is_foreground(descriptor: int) -> bool:
     """Return whether this process is in the foreground of the terminal `descriptor`.
 
     If `descriptor` is not this process's controlling terminal, the nearest ancestor with this controlling terminal
-    decides. The reason: `ds-pretrain train` and `supervise` start their launcher in a new session, without a terminal.
+    decides. The reason: `ds-pretrain train` starts its launcher in a new session, without a terminal.
     """
     terminal, pid = os.fstat(descriptor).st_rdev, os.getpid()
     while pid > 0:
@@ -82,9 +177,14 @@ def _is_foreground(descriptor: int) -> bool:
 
 
 class Screen:
-    """Context manager that prints to stdout if `active`. Only a watched terminal shows the status line."""
+    """Context manager that prints to stdout if `active`. Only a watched terminal shows the status line.
+
+    Failures must not stop the training. Ctrl-C requests a save, but in `... | tee log` it also ends tee.
+    """
 
     def __init__(self, *, active: bool = True) -> None:
+        if active:
+            ignore_lost_output()
         self._active, self._stream = active and sys.stdout is not None, sys.stdout  # None if it was closed
         # checked once, so that files and pipes need no later checks
         self._may_be_watched = self._active and self._stream.isatty()
@@ -128,17 +228,8 @@ class Screen:
         return text[:(self.columns or 80) - 1]
 
     def _write(self, text: str) -> None:
-        """Print, and ignore failures, which must not stop the training.
-
-        Ctrl-C requests a save, but in `... | tee log` it also ends tee. And the disk of a log may be full.
-        """
-        try:
-            getattr(self._stream, "write_controls", self._stream.write)(text)
-            self._stream.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # so that the flush at exit succeeds
-        except OSError:
-            pass
+        getattr(self._stream, "write_controls", self._stream.write)(text)
+        self._stream.flush()
 
     def __enter__(self) -> "Screen":
         return self
@@ -169,61 +260,3 @@ def clear_status() -> None:
     if os.environ.get("RANK", "0") == "0" and sys.stderr is not None and is_watched(sys.stderr):
         sys.stderr.write(_CLEAR_LINE)
         sys.stderr.flush()
-
-
-class _LossyFile(io.FileIO):
-    """A file descriptor, open for writing, that drops what cannot be written. The first failure is reported."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, "w", closefd=False)
-        self._has_failed = False
-
-    def write(self, data: bytes) -> int:  # type: ignore[override] # any object with a buffer
-        """Write, or drop `data`. Returns the number of bytes that need not be written again."""
-        try:
-            written = super().write(data)
-            return len(data) if written is None else written  # None: a non-blocking descriptor whose reader is slow
-        except OSError as error:
-            self._report(error)
-            if isinstance(error, BrokenPipeError):  # the reader does not come back
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            return len(data)
-
-    def _report(self, error: OSError) -> None:
-        """Write one line to stderr, if this is stdout of rank 0."""
-        if not self._has_failed and self.fileno() == 1 and os.environ.get("RANK", "0") == "0":
-            line = f"warning: the output cannot be written ({error.strerror}); the run continues without it\n"
-            with contextlib.suppress(OSError):
-                os.write(2, line.encode())
-        self._has_failed = True
-
-
-def ignore_lost_output() -> None:
-    """Replace sys.stdout and sys.stderr, unless a test or a notebook has replaced them, by streams that never raise.
-
-    A pipe such as `... | head` closes early, and the disk of a log fills up. Every `print` of this program, of
-    DeepSpeed or of another package would then raise OSError, on rank 0 alone, while the other ranks wait in a
-    collective.
-    """
-    sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
-
-
-def _lossy(stream: TextIO | None) -> TextIO:
-    if stream is None:  # closed before the start; this takes its descriptor, so that no other file gets it
-        return _text(_LossyFile(os.open(os.devnull, os.O_WRONLY)), "utf-8", "replace")
-    if not isinstance(stream, io.TextIOWrapper) or type(stream) not in (io.TextIOWrapper, PrintableOutput) or \
-            isinstance(getattr(stream.buffer, "raw", None), _LossyFile):
-        return stream
-    try:
-        stream.flush()
-        file = _LossyFile(stream.fileno())
-    except (OSError, ValueError):  # already full or closed: what is buffered is lost
-        file = _LossyFile(1 if stream is sys.stdout else 2)
-    return _text(file, stream.encoding, stream.errors, stream.line_buffering, stream.write_through)
-
-
-def _text(file: _LossyFile, encoding: str, errors: str | None, line_buffering: bool = False,
-          write_through: bool = False) -> TextIO:
-    buffer = io.BufferedWriter(file)  # type: ignore[type-var] # typeshed wants `write` to take every kind of buffer
-    return PrintableOutput(buffer, encoding=encoding, errors=errors, line_buffering=line_buffering,
-                           write_through=write_through)

@@ -20,12 +20,12 @@ from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
-from pretrain.distributed.deepspeed_version import workarounds
 from pretrain.distributed.device import Device, detect_device
+from pretrain.distributed.equal_ranks import announce_rejection
 from pretrain.distributed.print_error import is_lost_connection, print_error, report_lost_connection
 from pretrain.distributed.process import end_process, importing
 from pretrain.distributed.process_group import collective_timeout_s
-from pretrain.distributed.refused_start import announce_rejection
+from pretrain.distributed.requirements import workarounds
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.deterministic import operator_without_variant
 from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed

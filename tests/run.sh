@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Run set-up, ruff, mypy, import-linter and the tests: tests/run.sh [pytest arguments]
+# Run set-up, ruff, mypy, import-linter and the tests: tests/run.sh [--all | pytest arguments]
 #
-# Without arguments: all tests except the slow ones, with one process more than this machine has cores (at most 4).
+# Without arguments: the tests that the change needs (tests/lanes.py); with --all: all except the slow ones. There is one
+# process more than this machine has cores (at most 4).
 # Tests of several ranks often wait: for a kill, a time-out or another host. One process per core leaves cores idle.
-# With arguments: `pytest ARGUMENTS` (for example: tests/run.sh -m slow).
+# With other arguments: `pytest ARGUMENTS` (for example: tests/run.sh -m slow).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 launch/setup.sh --dev
@@ -13,14 +14,15 @@ cores=$(env -u OMP_NUM_THREADS nproc)  # nproc would print OMP_NUM_THREADS inste
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # tests that run at the same time share the cores
 ruff check .
 types_and_imports() { mypy && lint-imports; }
-if [ $# != 0 ]; then
+if [ $# != 0 ] && [ "$1" != --all ]; then
     types_and_imports
     exec pytest "$@"
 fi
 status=0
 printed=$(mktemp)
 types_and_imports > "$printed" 2>&1 &  # while the first tests wait for their ranks
-pytest -n $((cores < 3 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder || status=$?
+# shellcheck disable=SC2046  # words of the lane
+pytest $(python -m tests.lanes "$@") -n $((cores < 3 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder || status=$?
 wait $! || status=1
 cat "$printed"
 rm "$printed"

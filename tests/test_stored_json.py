@@ -14,8 +14,7 @@ import pytest
 
 import pretrain.stored_json as stored
 from pretrain.distributed.process import PROGRAM, ROOT
-from pretrain.monitor.read_run_folder import read_metrics
-from pretrain.monitor.tail import Tail
+from pretrain.monitor.read_run_folder import Tail, read_metrics
 from pretrain.stored_json import read_lines, read_settings, read_text
 
 LIMIT_BYTES = 2**31  # of address space: ten times what these programs take without torch

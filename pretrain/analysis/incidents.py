@@ -1,4 +1,4 @@
-"""What went wrong in a run, in plain words and the newest first: events, crashes, and loss curves that end in NaN.
+"""Incidents of a run, in plain words and the newest first: events, crashes, and loss curves that end in NaN.
 
 Incidents of one kind that follow each other are one entry.
 """
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.active_extensions import advice_on, problems
-from pretrain.analysis.crashes import events_and_crashes
-from pretrain.analysis.run_table import RunTable, as_float, kept_rows, number_or_none
+from pretrain.analysis.run_table import RunTable, as_float, events_and_crashes, kept_rows, number_or_none
 from pretrain.errors import GUARD, listed, named, printable, shorten
 from pretrain.extension import Problem
 from pretrain.resilience.lease_file import read_lease
@@ -85,7 +84,7 @@ class Incident:
 
     @property
     def headline(self) -> str:
-        """What happened; of several ones how many, and the newest."""
+        """A line about what happened; of several incidents their number, and the newest."""
         if self.count == 1:
             return self.text
         return f"{self.count:,} times, most recently: {self.text}"

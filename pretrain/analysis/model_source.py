@@ -33,10 +33,10 @@ from pretrain.stored_json import read_text
 _NO_LIMIT = 2**31 - 1  # positions of a transformers model whose config.json names no limit
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_MAX_FRACTION = 0.8  # of the device's memory that complete weights may take; the rest is for activations and logits
+_MAX_FRACTION = 0.8  # the part of a device's memory for complete weights; activations and logits need the rest
 USABLE_MEMORY = 0.9  # fraction of the free memory for weights and cache; activations need the rest
 _GIB = 2**30
-# for all loading by transformers: no network, and no code of a folder, for which it would otherwise ask on a terminal
+# all loading by transformers: no network, and no code of a folder, for which it would otherwise ask on a terminal
 LOCAL_FILES: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -45,14 +45,14 @@ class ModelSource:
     """A checkpoint, or a transformers folder."""
 
     folder: Path
-    manifest: Manifest | None = field(default=None, repr=False)  # of the checkpoint
+    manifest: Manifest | None = field(default=None, repr=False)  # the checkpoint's
     hf_folder: HFFolder | None = field(default=None, repr=False)  # the checked files of a transformers folder
-    precision: str  # of the run that wrote the checkpoint, or of the transformers folder's weights: "fp32" ...
-    notes: tuple[str, ...] = ()  # for the user
+    precision: str  # "fp32" ..., of the run that wrote the checkpoint, or of the transformers folder's weights
+    notes: tuple[str, ...] = ()  # shown to the user
 
     @property
     def published(self) -> bool:
-        """Whether another program trained the model: its texts then begin with special tokens."""
+        """True if another program trained the model: its texts then begin with special tokens."""
         return self.manifest is None or self.manifest.weights_only
 
     @property
@@ -262,8 +262,8 @@ def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """
     if tokenizer.is_bytes:
         return ()
-    if tokenizer.tiktoken is not None:  # Llama 3's has this token
-        return () if tokenizer.ids.bos is None else (tokenizer.ids.bos,)
+    if tokenizer.exported_files is not None:  # of an extension's format
+        return (tokenizer.ids.bos,) if tokenizer.begins_with_bos and tokenizer.ids.bos is not None else ()
     path = tokenizer.path.with_name("tokenizer.json") if tokenizer.path.suffix == ".model" else tokenizer.path
     if not path.is_file():
         adds_bos = read_object(path.with_name("tokenizer_config.json")).get("add_bos_token") is True

@@ -1,8 +1,13 @@
-"""RunTable: the rows of metrics.jsonl as columns, events and restarts. It reads only what was appended."""
+"""RunTable: the rows of metrics.jsonl as columns, events and restarts. It reads only what was appended.
+
+`events_and_crashes` adds the starts of the run that ended without a report: from the supervisor's log, and from events
+that are missing.
+"""
 
 import contextlib
 import math
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -10,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.errors import ConfigError
-from pretrain.monitor.read_run_folder import read_starts
-from pretrain.monitor.tail import Tail
+from pretrain.errors import FINISHED, GUARD, HANG, REJECTED, STOPPED, ConfigError, file_errors
+from pretrain.monitor.read_run_folder import Tail, read_starts
+from pretrain.paths import status_of
 
 _MAX_KEYS = 100  # columns; the rows of a damaged or foreign file may have any number of keys
 _MAX_SPLITS = 50
 _LISTS = ("events", "restarts")  # files whose rows are kept as they are
 _LARGEST_STEP = 2.0**53  # larger whole numbers are not exact as float64, in Python and in a browser
+_KINDS = {None: "not_started", REJECTED: "rejected", GUARD: "guard", HANG: "hang"}
 
 
 class Columns:
@@ -93,7 +99,7 @@ class RunTable:
     training: Columns = field(default_factory=Columns)
     evaluations: dict[str, Columns] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
-    restarts: list[dict[str, Any]] = field(default_factory=list)  # of a supervisor
+    restarts: list[dict[str, Any]] = field(default_factory=list)  # a supervisor's log
     starts: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""  # why `starts` is empty
 
@@ -113,7 +119,7 @@ class RunTable:
 
     def update(self) -> None:
         """Read what was appended since the last call."""
-        try:
+        with file_errors(self.run, "its files cannot be read ({})"):
             if any(file.was_replaced() for file in (self._metrics, *self._others)):
                 self._begin_again()
             for block in self._metrics.blocks():
@@ -121,9 +127,6 @@ class RunTable:
             for name, file in zip(_LISTS, self._others, strict=True):
                 for block in file.blocks():
                     getattr(self, name).extend(row for _, row in block)
-        except OSError as error:
-            raise ConfigError(str(error.filename or self.run),
-                              problem=f"the file cannot be read ({error.strerror})") from None
         self._read_starts()
 
     def _begin_again(self) -> None:
@@ -150,10 +153,7 @@ class RunTable:
 
     def _read_starts(self) -> None:
         path = self.run / "run.json"
-        try:
-            status = path.stat()
-        except OSError:
-            status = None
+        status = status_of(path)
         record = (status.st_mtime_ns, status.st_size) if status else None
         if record == self._record and (record is not None or self.problem):
             return
@@ -200,3 +200,57 @@ class Curves:
     values: dict[str, np.ndarray]
     low: dict[str, np.ndarray] = field(default_factory=dict)
     high: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def events_and_crashes(table: RunTable) -> list[dict[str, Any]]:
+    """Return the events, and crashes as further events, in the order of their times.
+
+    Crashes are in the supervisor's log, or starts after which no end was reported. An event without a time follows its
+    predecessor.
+    """
+    rows, latest = [], -math.inf
+    for event in table.events:
+        when = as_float(event.get("time"))
+        latest = max(latest, when) if math.isfinite(when) else latest
+        rows.append((latest, event))
+    rows += [(as_float(row["time"]), row) for row in (*_supervised(table), *_unreported(table))]
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+
+
+def _supervised(table: RunTable) -> Iterable[dict[str, Any]]:
+    for row in table.restarts:
+        code, reason = row.get("exit_code"), str(row.get("reason") or "")
+        end = as_float(row.get("time")) + as_float(row.get("wall_seconds"))
+        if "start" not in row or not math.isfinite(end) or code in (FINISHED, STOPPED):
+            continue
+        kind = _KINDS.get(code, "crash") if isinstance(code, (int, type(None))) else "crash"
+        # the run's own event says more
+        if kind in ("hang", "guard") and any(event.get("event") in ("hang", "stop") and as_float(row["time"])
+                                             <= as_float(event.get("time")) <= end for event in table.events):
+            continue
+        kept = as_float(row.get("kept_step"))
+        saved = f"; newest checkpoint: step {int(kept):,}" if kind in ("crash", "hang") and kept >= 0 else ""
+        yield {"event": kind, "step": row.get("last_step"), "time": end,
+               "reason": reason.removeprefix("crash: ").removeprefix("hang: ") + saved}
+
+
+def _unreported(table: RunTable) -> Iterable[dict[str, Any]]:
+    """Yield the starts, except the newest, that neither reported an end nor are in the supervisor's log."""
+    known = [(as_float(row.get("time")), as_float(row.get("time")) + as_float(row.get("wall_seconds")))
+             for row in table.restarts if "start" in row]
+    times, steps = table.training.column("time"), table.training.column("step")
+    began: dict[str, Any] | None = None
+    for event in table.events:
+        kind, when = event.get("event"), as_float(event.get("time"))
+        if kind == "start":
+            first = math.nan if began is None else as_float(began.get("time"))
+            if began is not None and not any(low <= first <= high for low, high in known):
+                rows = np.flatnonzero((times >= first) & (times < when))
+                step = int(steps[rows[-1]]) if len(rows) else began.get("step")
+                resumed = as_float(event.get("step"))
+                again = f"; resumed from step {int(resumed):,}" if math.isfinite(resumed) else ""
+                yield {"event": "crash", "step": step, "time": float(times[rows[-1]]) if len(rows) else first,
+                       "reason": f"it ended without a report (killed, out of memory, or power loss){again}"}
+            began = event
+        elif kind in ("stop", "hang"):
+            began = None

@@ -30,8 +30,14 @@ from pretrain.cluster.hosts.rank_environment import launcher_environment
 from pretrain.cluster.hosts.remote import LOCAL
 from pretrain.cluster.launcher_flags import find_rank_command, launcher_parser, split_command_line
 from pretrain.cluster.multihost_launch import check_outer_launcher, launch_command_on_hosts, launch_on_hosts
-from pretrain.cluster.outcome import classify_exit, ending_signal, file_sizes, read_progress, shell_exit_code
-from pretrain.cluster.patient_reads import read_patiently
+from pretrain.cluster.outcome import (
+    classify_exit,
+    ending_signal,
+    file_sizes,
+    read_patiently,
+    read_progress,
+    shell_exit_code,
+)
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import PROGRAM, ROOT, free_port, port_is_free

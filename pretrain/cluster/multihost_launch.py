@@ -18,7 +18,16 @@ from pathlib import Path
 from pretrain.active_extensions import around_run, secret_variables
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.cli import OWNED, run_main, say
-from pretrain.cluster.fewer_hosts import HOST_FILTERS, batch_flags, check_batch, is_one_of
+from pretrain.cluster.fewer_hosts import (
+    HOST_FILTERS,
+    LeftOut,
+    batch_flags,
+    check_batch,
+    choose_without,
+    hosts_to_leave_out,
+    is_one_of,
+    record_start,
+)
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.multihost_job import MultihostJob, run_job
 from pretrain.cluster.hosts.preflight import (
@@ -39,7 +48,6 @@ from pretrain.cluster.hosts.rank_environment import (
 from pretrain.cluster.hosts.remote import Transport, local_transport, srun_transport, ssh_options, ssh_transport
 from pretrain.cluster.hosts.rendezvous import PORT_OFFSET, join_rendezvous
 from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, launcher_parser, split_command_line
-from pretrain.cluster.slow_hosts import LeftOut, choose_without, hosts_to_leave_out, record_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.distributed.device import Device, cpu_device, detect_device
@@ -163,7 +171,7 @@ def launch_command_on_hosts(flags: argparse.Namespace, name: str, words: Sequenc
     facts = check_hosts(transport, ranks, words_request(words, folder))
     job = MultihostJob(secrets.token_hex(8), ranks, list(slots), transport, flags.grace)
     user = user_variables(os.environ, [Path.home(), folder], flags.launcher)
-    with tempfile.TemporaryDirectory() as no_run:  # for files of the launcher, on this host
+    with tempfile.TemporaryDirectory() as no_run:  # the launcher writes its files here
         return _run_from_this_host(flags, [PROGRAM, name, *words], facts, user, job,
                                    Path(no_run))
 

@@ -6,18 +6,25 @@ Therefore the files of the run (events.jsonl, checkpoints) take precedence over 
 """
 
 import contextlib
+import os
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pretrain.checkpoint.format.run_checkpoints import newest_step
+from pretrain.cli import say
 from pretrain.errors import CRASHED, FINISHED, GUARD, HANG, REJECTED, STOPPED
 from pretrain.monitor.read_run_folder import is_number, read_events, read_metrics
 
 _FILES = ("events.jsonl", "metrics.jsonl")
 _REASONS = {REJECTED: "rejected", STOPPED: "stopped", GUARD: "stopped by the bad-step guard", HANG: "hang"}
+RETRY_S = 60.0  # time for which a read is tried again
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -120,3 +127,23 @@ def ending_signal(code: int) -> str:
 def shell_exit_code(code: int | None) -> int:
     """Convert an exit code of subprocess to the shell's convention. None (not started) becomes 1."""
     return CRASHED if code is None else 128 - code if code < 0 else code
+
+
+def read_patiently(run: Path, read: Callable[[], T], *, otherwise: U, exists: bool = False,
+                   report: Callable[[str], None] = say) -> T | U:
+    """Return `read()`, which may raise OSError: then it is tried again for a minute, reported, and is `otherwise`.
+
+    `exists`: the run folder exists, so that an unmounted file system is an error, and not a folder without files.
+    """
+    end, pause_s = time.monotonic() + RETRY_S, _FIRST_PAUSE_S
+    while True:
+        try:
+            if exists:
+                os.stat(run)
+            return read()
+        except OSError as error:
+            if time.monotonic() >= end:
+                report(f"warning: {run} cannot be read: {error.strerror or error}")
+                return otherwise
+        time.sleep(min(pause_s, max(end - time.monotonic(), 0.0)))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

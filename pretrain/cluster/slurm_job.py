@@ -19,8 +19,8 @@ from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.load.start import check_start
 from pretrain.checkpoint.save.commit import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
-from pretrain.cluster.patient_reads import read_patiently
-from pretrain.cluster.slow_hosts import slow_hosts_of
+from pretrain.cluster.fewer_hosts import slow_hosts_of
+from pretrain.cluster.outcome import read_patiently
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.device import detect_device

@@ -7,14 +7,13 @@ import os
 import sys
 from dataclasses import replace
 
-from pretrain.active_extensions import prepare_extensions
+from pretrain.active_extensions import precisions, prepare_extensions
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check, before_check
 from pretrain.config.flags.parse import parse_arguments, parse_before_run
-from pretrain.config.plan import Plan
+from pretrain.config.plan import Plan, batches_text
 from pretrain.config.rate_notes import rate_of
-from pretrain.config.run_length import batches_text
 from pretrain.config.schedule import rates_text, schedule_text
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
@@ -22,7 +21,7 @@ from pretrain.errors import ConfigError, counted
 from pretrain.memory.hardware import find_gpu
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.memory.step_time.kernel_time import more_flops
-from pretrain.model.attention_on_cuda import expected_operator
+from pretrain.model.attention_memory import expected_operator
 from pretrain.model.recompute import Recompute
 from pretrain.terminal import print_rows
 
@@ -44,8 +43,7 @@ def plan_lines(plan: Plan) -> list[str]:
         precision += f", gradients accumulated in {layout.grad_accum_dtype}"
     if layout.precision == "fp16" and plan.args.emulate_fp16:
         precision += " (emulated where the device has none)"
-    if layout.fp8:
-        precision += f", products of linear layers in FP8 ({plan.args.fp8})"
+    precision = ", ".join([precision, *precisions(plan.args)])
     batch = f"{layout.global_batch_size} samples a step = {layout.micro_batch_size} micro-batch x " \
             f"{layout.gradient_accumulation_steps} accumulation x {layout.data_parallel_size} data-parallel"
     rows = {

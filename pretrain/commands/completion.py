@@ -12,7 +12,7 @@ import shtab
 
 from pretrain.cli import Parser, new_prefix, path, path_text, prefix
 from pretrain.commands import COMMANDS
-from pretrain.commands.parsers import all_parsers
+from pretrain.commands.reference import all_parsers
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.memory.hardware import GPUS
 from pretrain.model.config import preset_names

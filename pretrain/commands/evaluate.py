@@ -1,4 +1,4 @@
-"""Evaluate a model: loss, perplexity and bits per byte on data, and tasks of lm-eval.
+"""Evaluate a model: loss, perplexity and bits per byte on data. Extensions may add other scores.
 
     ds-pretrain evaluate RUN
     ds-pretrain evaluate --num_accelerators 2 RUN --data data/valid book.txt
@@ -11,11 +11,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from pretrain.active_extensions import extend_parser
 from pretrain.analysis.evaluate.data import SPLITS, DataFlags, open_data
-from pretrain.analysis.evaluate.prepare_tasks import prepare_tasks
-from pretrain.analysis.evaluate.task_files import TaskFlags
 from pretrain.analysis.model_source import (
     EvaluationSource,
     choose_partition,
@@ -40,11 +40,27 @@ from pretrain.terminal import clear_status, status
 if TYPE_CHECKING:
     from pretrain.analysis.evaluate.token_windows import WindowSet
 
-_PATHS = ("run", "data", "tokenizer", "task_folder", "export", "json")  # flags whose values may differ between hosts
+_NOT_COMPARED = ("data", "tokenizer", "scorings")  # as other paths, these may differ between hosts
+
+
+class Scoring(Protocol):
+    """Scores besides the losses. The function of an extension in `Extension.extends` adds flags to the parser.
+
+    It adds a function to the default value `scorings` of the parser: (args) -> a Scoring; None without its flag.
+    """
+
+    flag: str  # which asks for the scores
+
+    def prepare(self, source: EvaluationSource, tokenizer: Tokenizer | ConfigError, dtype: str) -> None:
+        """Read what the scores need, before torch is imported. Raises ConfigError."""
+
+    def scores(self, source: EvaluationSource, *, seq_length: int | None,
+               batch_size: int | None) -> dict[str, dict[str, Any]]:
+        """Return name -> metric -> value on rank 0; {} on other ranks. Collective. Raises ConfigError."""
 
 
 def _parser() -> Parser:
-    parser = Parser(description="Evaluate a model: loss, perplexity and bits per byte on data, and tasks of lm-eval.")
+    parser = Parser(description="Evaluate a model: loss, perplexity and bits per byte on data.")
     add = parser.add_argument
     add("run", type=path, metavar="RUN",
         help="run folder, one of its global_stepN folders, or a transformers folder")
@@ -73,24 +89,20 @@ def _parser() -> Parser:
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: the run's precision)")
     add("--partition_weights", action=argparse.BooleanOptionalAction,
         help="divide the weights among the ranks with ZeRO-3 (default: only if they do not fit on a device)")
-    add("--tasks", type=text, metavar="TASK,TASK", help="tasks of lm-eval, for example hellaswag,arc_easy")
-    add("--task_folder", type=path, metavar="DIR", help="folder with more tasks, as .yaml files")
-    add("--num_fewshot", type=whole_number(), metavar="N", help="examples before each question (default: the task's)")
-    add("--limit", type=whole_number(1), metavar="N", help="evaluate only the first N questions of each task")
-    add("--export", type=path, metavar="DIR",
-        help="new folder for the exported model that the tasks use (default: a temporary folder)")
+    parser.set_defaults(scorings=())
+    extend_parser("evaluate", parser)
     add("--json", type=path, metavar="FILE", help="also write the results to this file")
     return parser
 
 
-def _data_flags(args: argparse.Namespace) -> DataFlags:
+def _data_flags(args: argparse.Namespace, scorings: Sequence[Scoring]) -> DataFlags:
     """Return the flags that choose the data. Raises ConfigError for flags that have no effect."""
     flags = DataFlags(tuple(args.data), tuple(args.split), args.tokenizer, args.jsonl_key, args.seq_length, args.stride,
                       args.max_samples, args.eod_mask_loss, args.document_attention, args.format)
-    if args.tasks is not None and not flags.data and not flags.split:
+    if scorings and not flags.data and not flags.split:
         for name in ("stride", "max_samples", "eod_mask_loss", "document_attention", "partition_weights"):
             if getattr(args, name) is not None:
-                raise ConfigError(f"--{name}", problem="it has no effect on --tasks",
+                raise ConfigError(f"--{name}", problem=f"it has no effect on {scorings[0].flag}",
                                   remedy="give --data or --split too")
     return flags
 
@@ -103,10 +115,11 @@ def _run(args: argparse.Namespace, world: World) -> int:
     dtype = evaluation_dtype(source, device, args.dtype)
     partition = choose_partition(source, dtype, device, world, args.partition_weights)
     tokenizer = find_tokenizer(source, args.tokenizer)
-    flags, names = _data_flags(args), tuple(filter(None, (args.tasks or "").split(",")))
-    sets = open_data(source, flags, tokenizer) if flags.data or flags.split or not names else []
-    tasks = prepare_tasks(source, TaskFlags(names, args.task_folder, args.num_fewshot, args.limit), tokenizer,
-                          dtype=dtype, export=args.export)
+    scorings: list[Scoring] = [found for make in args.scorings if (found := make(args)) is not None]
+    flags = _data_flags(args, scorings)
+    sets = open_data(source, flags, tokenizer) if flags.data or flags.split or not scorings else []
+    for scoring in scorings:
+        scoring.prepare(source, tokenizer, dtype)
     known = tokenizer if isinstance(tokenizer, Tokenizer) else None
     for note in source.notes if world.rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
@@ -128,13 +141,10 @@ def _run(args: argparse.Namespace, world: World) -> int:
         source.verify(ranks=world.size)
         results = evaluate(source, sets, known, dtype=dtype, partition=partition,
                            micro_batch_size=args.micro_batch_size) if sets else []
-        scores = {}
-        if tasks is not None and known is not None:
-            from pretrain.analysis.evaluate.tasks import evaluate_tasks
-
-            status("evaluating tasks")
-            scores = evaluate_tasks(source, tasks, known, dtype=dtype, batch_size=args.micro_batch_size,
-                                    seq_length=args.seq_length or source.trained_length)
+        scores: dict[str, dict[str, Any]] = {}
+        for scoring in scorings:
+            scores |= scoring.scores(source, batch_size=args.micro_batch_size,
+                                     seq_length=args.seq_length or source.trained_length)
     clear_status()
     if world.rank == 0:
         setting = Setting(str(source.folder), source.config.num_parameters(), dtype, device.kind, world.size, partition)
@@ -147,7 +157,8 @@ def _run(args: argparse.Namespace, world: World) -> int:
 def _facts(args: argparse.Namespace, source: EvaluationSource, sets: "Sequence[WindowSet]", world: World,
            device: Device) -> dict[str, str]:
     """Return what the ranks must have in common. Paths may differ; rank 0 chooses the checkpoint."""
-    flags = {name: value for name, value in vars(args).items() if name not in _PATHS}
+    flags = {name: value for name, value in vars(args).items()
+             if name not in _NOT_COMPARED and not isinstance(value, Path)}
     values = {**{f"--{name}": value for name, value in flags.items()}, "model": source.config.hf_config,
               "windows of each data set": [len(each) for each in sets]}
     return {**common_facts("ds-pretrain evaluate", world, device),

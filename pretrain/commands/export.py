@@ -82,7 +82,7 @@ def _export(plan: ExportPlan, output_format: str) -> list[str]:
         return [f'load_checkpoint("{plan.out.parent}", tag="{plan.out.name}") loads it, with "checkpoint": '
                 '{"load_universal": true} in the DeepSpeed JSON']
     if output_format == "trainer":
-        from pretrain.checkpoint.convert.export_trainer import export_trainer
+        from pretrain.checkpoint.convert.universal import export_trainer
 
         return [*export_trainer(plan), f'train(resume_from_checkpoint="{plan.out}") resumes from it, with '
                 '"checkpoint": {"load_universal": true} in the DeepSpeed JSON']

@@ -32,7 +32,7 @@ def import_weights(source: Path, out: Path) -> None:
     found = check_hf_folder(folder)
     tokenizer = find_hf_tokenizer(found)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
-    from pretrain.checkpoint.convert.import_hf import import_hf
+    from pretrain.checkpoint.convert.write_weights import import_hf
 
     import_hf(found, out, tokenizer)
     print(output_summary(out))

@@ -71,7 +71,7 @@ class Layout:
     recompute_every: int = 1  # the part is recomputed in every N-th block
     offload_activations: bool = False  # the inputs of recomputed blocks are kept in host memory
     mlp_tiles: int = 1  # pieces of the sequences in which each MLP is computed, and recomputed
-    fp8: bool = False  # linear layers multiply in FP8
+    model_extensions: tuple[str, ...] = ()  # that change its operators: see Extension.model
     plain_operators: bool = False  # torch's operators take the place of the custom kernels
     compile_blocks: bool = False  # one graph of torch's compiler for each block
     micro_batch_size: int = 1  # samples

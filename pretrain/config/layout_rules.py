@@ -1,4 +1,4 @@
-"""Which settings of the layout can be combined: parallelism, experts, ZeRO, offload and precision. One row a rule.
+"""Rules for combinations of the layout's settings: parallelism, experts, ZeRO, offload, precision. One row a rule.
 
 DeepSpeed 0.19.8 crashes during set-up on some of the rejected combinations, and silently does something else on the
 others. `run_rules.py` has the rows for optimizers, schedulers and flags; `check_rules` there checks all of them.
@@ -12,14 +12,14 @@ from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.ds_json.schema import TREE
 from pretrain.config.plan import Plan
 from pretrain.config.resolve import EXPERT, SEQUENCE, TENSOR
-from pretrain.distributed.deepspeed_version import (
+from pretrain.distributed.device import why_not_nvcc
+from pretrain.distributed.requirements import (
     INSTALL,
     NVME_SINCE,
     TENSOR_EXPERTS_AT_ZERO_3_SINCE,
     deepspeed_version,
     is_at_least,
 )
-from pretrain.distributed.device import why_not_nvcc
 from pretrain.errors import ConfigError
 from pretrain.model.partition import layer_costs, layer_pattern, stage_bounds, stage_without_block
 

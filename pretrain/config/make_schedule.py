@@ -8,7 +8,7 @@ the guard skips, or a rollback, moves no rate.
 import itertools
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.run_length import RunLength
+from pretrain.config.plan import RunLength
 from pretrain.config.schedule import KINDS, Schedule
 from pretrain.data.token_schedules import parse_token_count, parse_whole_number
 from pretrain.errors import ConfigError

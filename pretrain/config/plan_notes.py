@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from pretrain.active_extensions import notes_of_extensions
+from pretrain.active_extensions import advice_on, notes_of_extensions
 from pretrain.config.plan import Plan
 from pretrain.config.rate_notes import rate_notes
 from pretrain.config.schedule import rate_factor
@@ -101,8 +101,8 @@ def _split_notes(plan: Plan, data: RunData) -> list[str]:
         return []
     others = " and ".join(f"{name} {count:,}" for name, count in tokens.items() if name != "train")
     return [f"--split {plan.data.split} divides documents by their number: the training part has {found:.0%} of the "
-            f"tokens ({others}). `ds-pretrain data split --seed 1` chooses documents at random; "
-            "--document_separator of `ds-pretrain prepare` divides long ones"]
+            f"tokens ({others}). " + "; ".join([
+                *advice_on("small_training_part"), "--document_separator of `ds-pretrain prepare` divides long ones"])]
 
 
 def _epoch_notes(plan: Plan, data: RunData) -> list[str]:
@@ -238,11 +238,6 @@ def _speed_notes(plan: Plan) -> list[str]:
         notes.append(f"the GPUs of this host differ: {', '.join(plan.device.kinds)}. The run is planned for the "
                      "smallest memory, and steps take as long as on the slowest GPU; CUDA_VISIBLE_DEVICES chooses "
                      "GPUs, by nvidia-smi's numbers if CUDA_DEVICE_ORDER is PCI_BUS_ID")
-    if args.fp8 is not None and plan.device.kind == "cpu":
-        notes.append("--fp8 on a CPU is emulated: slower than bf16, for tests of its losses")
-    elif args.fp8 is not None and not args.compile_blocks:
-        notes.append("--fp8 without --compile_blocks: each cast is several kernels, which can take longer than FP8 "
-                     "products save")
     if plan.device.kind == "cpu" and layout.precision == "bf16":
         if args.compile_blocks:
             notes.append("--compile_blocks on a CPU leaves out the attention and the GELU written for CPUs")

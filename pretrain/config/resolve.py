@@ -5,6 +5,7 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
+from pretrain.active_extensions import model_extensions
 from pretrain.config.auto_values import (
     check_contradictions,
     fill_batch,
@@ -24,8 +25,7 @@ from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_M
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
 from pretrain.config.make_schedule import make_schedule
-from pretrain.config.plan import Plan
-from pretrain.config.run_length import RunLength, run_length
+from pretrain.config.plan import Plan, RunLength, run_length
 from pretrain.config.schedule import Schedule
 from pretrain.data.token_schedules import parse_seq_lengths
 from pretrain.distributed.device import Device
@@ -77,7 +77,7 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     layout = parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind,
                           document_attention=args.document_attention, recompute=args.recompute or "none",
                           recompute_every=args.recompute_every, mlp_tiles=args.mlp_tiles,
-                          fp8=args.fp8 is not None, plain_operators=args.plain_operators,
+                          model_extensions=tuple(model_extensions(args)), plain_operators=args.plain_operators,
                           compile_blocks=args.compile_blocks)
     schedule = _schedule(file, config, args, length)
     return Plan(args=args, file=file, ds_config=config, model=model, device=device, layout=layout, length=length,

@@ -1,15 +1,18 @@
-"""Which settings of a run can be combined: optimizers, schedulers, monitors and flags. One row a rule.
+"""Rules for combinations of a run's settings: optimizers, schedulers, monitors and flags. One row a rule.
 
 `layout_rules.py` has the rows for parallelism, ZeRO, offload and precision. `check_rules` checks all of them.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.version import Version
+
 from pretrain.config import layout_rules
 from pretrain.config.ds_json.optimizers import OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, SMALLEST_EPS, Optimizer
-from pretrain.config.feature_rules import determinism, fp8
 from pretrain.config.layout_rules import OFFLOAD_DEVICE, ZERO, Rule
 from pretrain.config.plan import Plan
 from pretrain.model.init_methods import width_multiplier
@@ -141,6 +144,20 @@ def monitors_and_timers(run: Plan) -> Iterator[Rule]:
     yield Rule(run.get("aio.use_gds") and run.device.kind == "cpu", "aio.use_gds", "false on a CPU")
 
 
+def determinism(run: Plan) -> Iterator[Rule]:
+    """Variables and kernels with which a run on GPUs is not bit-reproducible."""
+    if not run.args.deterministic or run.device.kind != "cuda":
+        return
+    workspace, algorithms = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("NCCL_ALGO", "")
+    yield Rule(workspace not in (None, ":4096:8", ":16:8"), "CUBLAS_WORKSPACE_CONFIG", ":4096:8 or :16:8",
+               "with other workspaces, products of matrices are not reproducible; unset the variable", found=workspace)
+    yield Rule("NVLS" in algorithms.upper() and not algorithms.startswith("^"), "NCCL_ALGO", "Ring or Tree",
+               "with NVLS, the order of sums differs between runs; unset the variable", found=algorithms)
+    yield Rule(run.args.compile_blocks and Version(version("torch")) < Version("2.10"), "--deterministic",
+               problem="with --compile_blocks it needs torch 2.10: older versions measure which kernels are faster",
+               remedy="leave one of the two flags out")
+
+
 def writable_folders(run: Plan) -> Iterator[Rule]:
     """Folders of offload, monitors and profiler on this machine. Without the check, DeepSpeed fails after the start."""
     for block in ("offload_optimizer", "offload_param"):
@@ -233,7 +250,7 @@ def recomputation(run: Plan) -> Iterator[Rule]:
                remedy="the experts of each token are chosen among all tokens of a micro-batch")
     tokens = args.seq_length * layout.micro_batch_size
     yield Rule(tiles > tokens, "--mlp_tiles", f"at most {tokens}, the tokens of a micro-batch")
-    # in most models, the other part keeps the same input on the device
+    # the other part of most models keeps the same input on the device
     offload = "activation_checkpointing.cpu_checkpointing"
     yield Rule(run.get(offload) and part in ("attention", "mlp"), offload, f"false with --recompute {part}",
                "it keeps the inputs of complete blocks in host memory: use --recompute blocks")
@@ -273,7 +290,7 @@ SUBJECTS = (
     optimizer_params, layout_rules.loss_scale, layout_rules.nvme_here, layout_rules.operators_without_nvcc,
     layout_rules.nvme_buffer_size, scheduler_params, torch_optimizer_params, monitors_and_timers, writable_folders,
     numbers_of_the_device, length_of_run, clipping_and_noise_scale, early_stopping, recomputation,
-    layout_rules.sequence_parallelism, mup, determinism, fp8)
+    layout_rules.sequence_parallelism, mup, determinism)
 _OF_THIS_MACHINE = (layout_rules.nvme_here, writable_folders)
 
 

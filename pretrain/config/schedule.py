@@ -111,7 +111,7 @@ class Kind:
 
     @property
     def decays(self) -> bool:
-        """Whether the rate is the lowest from step number `decay_steps` on."""
+        """Return whether the rate is the lowest from step number `decay_steps` on."""
         return _DECAY[0] in self.flags
 
 

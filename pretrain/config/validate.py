@@ -22,9 +22,8 @@ from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.own import OwnSamples
-from pretrain.distributed.deepspeed_version import untested_version
 from pretrain.distributed.device import Device
-from pretrain.distributed.requirements import check_requirements
+from pretrain.distributed.requirements import check_requirements, untested_version
 from pretrain.errors import ConfigError
 from pretrain.model.own_models import import_own_model
 

@@ -5,8 +5,9 @@ the time-out of the process group, which would end the job.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +51,18 @@ def any_rank(value: bool) -> bool:
 def gather_problems(own: list[str]) -> list[str]:
     """Return the problems of all ranks, in rank order, on every rank. Usually there are none: then none are sent."""
     return [line for lines in gather(own) for line in lines] if any_rank(bool(own)) else []
+
+
+@contextmanager
+def rejected_together() -> Iterator[None]:
+    """Raise the first rank's ConfigError on every rank; collective."""
+    rejection: list[str] = []
+    try:
+        yield
+    except ConfigError as error:
+        rejection = [str(error)]
+    if rejections := gather_problems(rejection):
+        raise ConfigError.from_line(rejections[0])
 
 
 def from_rank_0(action: Callable[[], T]) -> T:

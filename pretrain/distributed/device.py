@@ -1,6 +1,8 @@
 """Detect the device of this machine, its data types and its peak FLOP/s, without importing torch."""
 
+import contextlib
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -10,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pretrain.errors import ConfigError
+from pretrain.paths import text_of
 
 # values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products in bf16, or in fp16
 _ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -35,10 +38,10 @@ class Device:
     kind: str  # "cpu" or "cuda"
     fp16: bool  # can train in float16
     bf16: bool  # can train in bfloat16
-    memory_bytes: int  # of one GPU, or of the host for a CPU; 0: unknown
+    memory_bytes: int  # memory of one GPU, or of the host for a CPU; 0: unknown
     compiles: bool = True  # DeepSpeed can compile operators for the device; cuda needs nvcc and its headers
-    fp8: bool = True  # multiplies in FP8, or this is not known
-    kinds: tuple[str, ...] = ()  # of GPUs, where those of this host differ: "2 x NAME (80 GiB)"
+    capability: float = math.inf  # CUDA's compute capability, of the weakest GPU; inf: not known
+    kinds: tuple[str, ...] = ()  # kinds of GPUs, where those of this host differ: "2 x NAME (80 GiB)"
 
 
 def detect_device() -> Device:
@@ -66,12 +69,11 @@ def cpu_device() -> Device:
 
     fp16 needs AVX512_FP16, and DeepSpeed rejects it where oneDNN may not use these instructions.
     """
-    try:
+    memory_bytes = 0
+    with contextlib.suppress(ValueError, OSError):
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        memory_bytes = 0
     fp16 = "avx512_fp16" in cpuinfo() and not _is_limited(_ISAS_WITHOUT_FP16)
-    return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes, fp8=False)
+    return Device("cpu", fp16=fp16, bf16=True, memory_bytes=memory_bytes)
 
 
 def multiplies_bf16() -> bool:
@@ -99,10 +101,7 @@ def cpu_name() -> str:
 
 def cpuinfo() -> str:
     """Return Linux's description of the CPUs, /proc/cpuinfo; "" on other systems."""
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return text_of(Path("/proc/cpuinfo"))
 
 
 def cpu_features() -> str:
@@ -125,7 +124,7 @@ def cuda_device() -> Device:
     kinds = tuple(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     has_mig = "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")  # parts of a GPU, whose memory is not listed
     return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0,
-                  memory_bytes=0 if has_mig else mebibytes * 2**20, compiles=compiles_cuda(), fp8=capability >= 8.9,
+                  memory_bytes=0 if has_mig else mebibytes * 2**20, compiles=compiles_cuda(), capability=capability,
                   kinds=kinds if len(kinds) > 1 else ())
 
 
@@ -153,7 +152,7 @@ def visible_gpus(gpus: list[_Gpu]) -> list[_Gpu]:
         if word == "-1":
             break
         named = gpus[int(word):int(word) + 1] if word.isdecimal() else [g for g in gpus if g.uuid.startswith(word)]
-        if word.startswith("MIG-"):  # of any of them
+        if word.startswith("MIG-"):  # an instance of any of them
             named = gpus
         elif len(named) != 1:
             raise ConfigError(VISIBLE, found=repr(text), expected=f"numbers below {len(gpus)} or UUIDs, as "
@@ -166,12 +165,16 @@ def visible_gpus(gpus: list[_Gpu]) -> list[_Gpu]:
 
 def nvidia_smi(fields: str) -> list[str]:
     """Return one line per GPU with the values of `fields` (comma-separated), sizes in MiB; [] if nvidia-smi fails."""
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
+    answer = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits") or ""
     return [line.strip() for line in answer.splitlines() if line.strip()]
+
+
+def output_of(*command: str, timeout_s: float = 20.0) -> str | None:
+    """Return what a command prints; None if it fails, does not exist or takes too long."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=True)
+        return done.stdout.decode(errors="replace")
+    return None
 
 
 def has_nvcc() -> bool:
@@ -200,10 +203,9 @@ def why_not_nvcc() -> str:
         return ""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    try:
-        answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return f"{nvcc} does not run"  # for example CUDA_HOME without a compiler
+    answer = output_of(nvcc, "--version")
+    if answer is None:
+        return f"{nvcc} does not run"  # CUDA_HOME, for example, without a compiler
     found = re.search(r"release (\d+\.\d+)", answer)
     return "" if found is None or cuda_versions_fit(found[1], built_for[0]) else \
         f"nvcc is of CUDA {found[1]}, and torch is built for CUDA {built_for[0]}"
@@ -264,10 +266,7 @@ def _torch_built_for(platform: str) -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "None"
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    text = text_of(Path(spec.origin).parent / "version.py")
     found = re.search(rf"^{platform}\b[^=]*=\s*(\S+)", text, re.MULTILINE)
     return found[1].strip("'\"") if found is not None else ""
 

@@ -3,30 +3,42 @@
 Each rank sends one digest to rank 0, through the store that the process group will use. Only if they differ, one rank
 of each digest sends its values. Then every rank raises an error that names the first difference, the ranks and their
 values.
+
+Rank 0 validates more than the others. If it alone rejects the run, and the launcher does not end the other ranks
+(plain `srun`), they would wait for it in the rendezvous until this times out. So it answers at its port with a few
+bytes, and then ends. The other ranks ask before the rendezvous. The store that listens at this port otherwise sends
+nothing to a new connection.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from socket import gethostname
 
 from pretrain.distributed.host import LAUNCHER_VARIABLES
 from pretrain.distributed.key_value_store import RankStore, SilentRanksError, connect_store, first_line, key_of
+from pretrain.distributed.process import listen_on_all_addresses
+from pretrain.distributed.tcp_store import listen
 from pretrain.distributed.world import World
 from pretrain.errors import CRASHED, ConfigError, listed, named, shorten
 
 Facts = Mapping[str, str]  # name -> value as text; the first ones explain the others
 _DIGESTS, _VALUES = "digest of what all ranks share", "values of what all ranks share"
 _REPORT_AFTER_S = 60.0  # without a rank, which may still import torch from a busy file server
-_MOST_GROUPS = 4  # of ranks with equal values, whose values are compared
+_MOST_GROUPS = 4  # groups of ranks with equal values, whose values are compared
 _NOT_GIVEN = "nothing"
 _REJECTED = "rejected by rank "
+_REFUSED = b"ds-pretrain: rejected\n"
+_ANSWER_WITHIN_S = 0.5
+_POLL_S = 0.2
+_SAME_ERROR_WITHIN_S = 5.0  # within which rank 0 finds an error that another rank finds, too
+_ALL_HAVE_ASKED_WITHIN_S = 300.0  # they import torch before they ask
 
 
 class EveryRankError(ConfigError):
@@ -57,7 +69,7 @@ def check_equal_ranks(world: World, facts: Facts, *, on_one_host: bool, timeout_
         if not different:
             return store
         if not line:
-            own = (gethostname(), [*facts.items()]) if world.rank in different else ("", [])
+            own = (socket.gethostname(), [*facts.items()]) if world.rank in different else ("", [])
             line = store.exchange(_VALUES, own, lambda values: _difference(values, [*groups.values()]),
                                   kinds=(tuple[str, list[tuple[str, str]]], str))
         store.leave(different if line.startswith(_REJECTED) else [])
@@ -74,7 +86,7 @@ def send_rejection(world: World, error: Exception, *, on_one_host: bool, timeout
     """Report to rank 0, and so to all ranks, that this rank alone has rejected the run. They would wait for it."""
     with contextlib.suppress(OSError, RuntimeError, ConfigError):  # rank 0 has ended, or waits in no store
         store = _connect(world, on_one_host=on_one_host, timeout_s=timeout_s)
-        store.post(key_of(_DIGESTS, world.rank), f"{_REJECTED}{world.rank} ({gethostname()}): {error}", str)
+        store.post(key_of(_DIGESTS, world.rank), f"{_REJECTED}{world.rank} ({socket.gethostname()}): {error}")
 
 
 def _connect(world: World, *, on_one_host: bool, timeout_s: float) -> RankStore:
@@ -84,10 +96,9 @@ def _connect(world: World, *, on_one_host: bool, timeout_s: float) -> RankStore:
     connect = partial(connect_store, address, port, f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}",
                       rank=world.rank, size=world.size, runs_server=runs_server, on_one_host=on_one_host,
                       timeout_s=timeout_s)
-    try:
+    with contextlib.suppress(TimeoutError):
         return connect(start_s=min(_REPORT_AFTER_S, timeout_s))
-    except TimeoutError:
-        _say(f"rank {world.rank} waits for rank 0, which does not listen at {address}:{port} yet. {_advice(world)}")
+    _say(f"rank {world.rank} waits for rank 0, which does not listen at {address}:{port} yet. {_advice(world)}")
     try:
         return connect(start_s=timeout_s)
     except TimeoutError:
@@ -143,3 +154,45 @@ def _difference(values: Sequence[tuple[str, Sequence[tuple[str, str]]]], groups:
     more = f"; {len(differing) - 1} more differ, such as {listed(differing[1:], 3)}" if len(differing) > 1 else ""
     return str(ConfigError(differing[0], problem=f"the ranks must have the same value, and it is {', and '.join(texts)}"
                            + more, remedy="start all ranks with the same command, files, packages and variables"))
+
+
+def _are_left_waiting(world: World) -> bool:
+    return world.size > 1 and world.launcher == "slurm"
+
+
+def announce_rejection(world: World, error: Exception) -> None:
+    """Let all ranks end after this one has rejected the run, before the process group forms.
+
+    Rank 0 returns when all others have asked. Another rank asks whether rank 0 ends, too; if not, it sends the error.
+    """
+    formed = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
+    if not _are_left_waiting(world) or formed or isinstance(error, EveryRankError):
+        return
+    if world.rank != 0:
+        if not is_refused(world, timeout_s=_SAME_ERROR_WITHIN_S):
+            send_rejection(world, error, on_one_host=False, timeout_s=_ALL_HAVE_ASKED_WITHIN_S)
+        return
+    end = time.monotonic() + _ALL_HAVE_ASKED_WITHIN_S
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # at all addresses, if the other hosts know this one by another address
+    with contextlib.suppress(OSError), listen(address, port) or listen_on_all_addresses(port) as server:
+        for _ in range(world.size - 1):
+            server.settimeout(max(end - time.monotonic(), 0.01))
+            connection, _ = server.accept()
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(_REFUSED)
+
+
+def is_refused(world: World, timeout_s: float) -> bool:
+    """Return whether rank 0 has rejected the run. Waits for rank 0's port; False after `timeout_s`."""
+    if not _are_left_waiting(world) or world.rank == 0:
+        return False
+    address, end = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=2.0) as connection:
+            connection.settimeout(_ANSWER_WITHIN_S)
+            with contextlib.suppress(TimeoutError):
+                return connection.recv(len(_REFUSED), socket.MSG_WAITALL) == _REFUSED
+            return False
+        time.sleep(_POLL_S)
+    return False

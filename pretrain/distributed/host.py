@@ -75,7 +75,7 @@ def is_running(pid: int, started: int) -> bool | None:
         state, start = state_and_start(pid)
     except (FileNotFoundError, ProcessLookupError):
         return False
-    except OSError:  # for example too many open files
+    except OSError:  # such as too many open files
         return None
     return start == started and state not in ENDED
 

@@ -5,12 +5,13 @@ which rank is missing. Torch is imported when the store is opened: launchers tha
 """
 
 import contextlib
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from pretrain.daemon_threads import DaemonThreads
 from pretrain.distributed.tcp_store import ForeignValueError, decode_value, encode_value, start_store, wait_for_port
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class _Answer(Generic[T, D]):
     result: D | None = None
     silent: list[int] = field(default_factory=list)
     waited_s: float = 0.0
-    received: dict[int, T] = field(default_factory=dict)  # with `silent`: rank -> value of the other ranks
+    received: dict[int, T] = field(default_factory=dict)  # set with `silent`: rank -> value of the other ranks
     problem: str = ""
 
 
@@ -52,9 +53,9 @@ class RankStore:
     size: int  # number of ranks
     timeout_s: float  # time-out of one phase
 
-    def post(self, key: str, value: Any, kind: Any) -> None:
-        """Set the value of a key. `kind`: its type."""
-        self.store.set(key, encode_value(key, value, kind))  # type: ignore[arg-type]  # torch accepts bytes, too
+    def post(self, key: str, value: Any) -> None:
+        """Set the value of a key."""
+        self.store.set(key, encode_value(key, value))  # type: ignore[arg-type]  # torch accepts bytes, too
 
     def read(self, key: str, kind: Any) -> Any:
         """Return the value of a key that is set. Raises ForeignValueError if another program has written it."""
@@ -89,13 +90,13 @@ class RankStore:
     def _exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], kinds: tuple[Any, Any],
                   wait_s: float) -> _Answer[T, D]:
         key, answer_kind = f"{phase}: answer of rank 0", cast(Any, _Answer)[kinds]
-        self.post(key_of(phase, self.rank), value, kinds[0])
+        self.post(key_of(phase, self.rank), value)
         if self.rank == 0:
             try:
                 answer = self._combine_values(phase, combine, kinds[0], wait_s + _GRACE_S)
             except ForeignValueError as error:
                 answer = _Answer(problem=str(error))
-            self.post(key, answer, answer_kind)
+            self.post(key, answer)
             return answer
         self.store.wait([key], timedelta(seconds=wait_s + 2 * _GRACE_S))
         return cast("_Answer[T, D]", self.read(key, answer_kind))
@@ -167,23 +168,13 @@ def run_with_timeout(action: Callable[[], T], timeout_s: float) -> T:
 
     Raises TimeoutError after `timeout_s`; the thread of `action` then keeps running.
     """
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((action(), None))
-        except Exception as error:  # passed on to the caller
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
+    threads = DaemonThreads(1, name="store")
+    future = threads.submit(action)
+    is_done = bool(wait([future], timeout_s).done)
+    threads.shutdown()  # the thread ends with `action`
+    if not is_done:
         raise TimeoutError(f"did not finish within {timeout_s:g} s")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
+    return future.result()
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import psutil
 
-from pretrain.distributed.refused_start import announce_rejection
+from pretrain.distributed.equal_ranks import announce_rejection
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.errors import ConfigError, escape_controls
 from pretrain.terminal import clear_status
@@ -57,7 +57,7 @@ def print_error(world: World, error: Exception) -> None:
     if world.local_rank != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's signal ends the wait; nothing is saved any more
         time.sleep(_ENDED_BY_DEEPSPEED_WITHIN_S if launcher else _ENDED_WITHIN_S)
-        if not (launcher or _ends_all(world)):  # for example srun: each rank would print the same error
+        if not (launcher or _ends_all(world)):  # srun, for example: each rank would print the same error
             return
         host = f"rank {world.rank} on {host}"
     details = error.details if isinstance(error, ConfigError) else ""

@@ -27,7 +27,7 @@ _TRIES = 100
 _MESSAGES = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memoryerror")
 _FEWEST_OPEN_FILES = 256  # a rank on a CPU needs about 60; one on a GPU, and each further host, need more
 _JEMALLOC = "libjemalloc.so.2"
-_MALLOC_SETTINGS = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"}  # of the user: nothing is changed
+_MALLOC_SETTINGS = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"}  # set by the user: no change
 # numbers of options in glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MOST_BYTES = 2**31 - 1  # mallopt takes an int
@@ -115,26 +115,23 @@ def keep_freed_memory() -> bool:
     """
     if _MALLOC_SETTINGS & os.environ.keys():
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _MOST_BYTES))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _MOST_BYTES))
 
 
 def port_is_free(port: int) -> bool:
     """Return whether a server can listen on a TCP port of this host, on all addresses, as torch's TCPStore does."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        try:
-            probe.bind(("", port))
-            probe.listen()
-        except OSError as error:
-            return error.errno not in (errno.EADDRINUSE, errno.EACCES)
-        return True
+    try:
+        listen_on_all_addresses(port).close()
+    except OSError as error:
+        return error.errno not in (errno.EADDRINUSE, errno.EACCES)
+    return True
+
+
+def listen_on_all_addresses(port: int) -> socket.socket:
+    """Return a server on all addresses of this host, of IPv6 too if it has them. Raises OSError."""
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
 def free_port() -> int:

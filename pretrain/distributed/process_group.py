@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 
-from pretrain.distributed.deepspeed_version import shortcut
-from pretrain.distributed.equal_ranks import Facts, check_equal_ranks
+from pretrain.distributed.equal_ranks import Facts, check_equal_ranks, is_refused
 from pretrain.distributed.host import interface_towards
 from pretrain.distributed.own_gpu import open_gpu, require_computing
-from pretrain.distributed.refused_start import is_refused
+from pretrain.distributed.requirements import shortcut
 from pretrain.distributed.tcp_store import start_store
 from pretrain.distributed.world import World
 from pretrain.errors import REJECTED, ConfigError

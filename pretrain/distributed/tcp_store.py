@@ -5,10 +5,11 @@ against a type, and not pickles, which could run code. Each value is signed with
 """
 
 import contextlib
+import dataclasses
 import errno
-import functools
 import hmac
 import ipaddress
+import json
 import os
 import secrets
 import socket
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.distributed.process import port_is_free
 from pretrain.errors import printable, shorten
+from pretrain.stored_json import build, parse_json
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
     from torch.distributed import TCPStore
 
 SECRET_VARIABLE = "DS_PRETRAIN_SECRET"
-_MOST_BYTES = 2**24  # of one value; the values of 10,000 ranks take 2 MB
+_MOST_BYTES = 2**24  # size of one value; the values of 10,000 ranks take 2 MB
 _SIGNATURE_BYTES = 32
 _BACKLOG = 2048  # connections that wait, as in torch's own socket
 _POLL_S = 0.2
@@ -66,7 +67,7 @@ def start_store(address: str, port: int, *, on_one_host: bool, timeout_s: float,
     from torch.distributed import TCPStore
 
     is_shared = (address, port) in _served and not port_is_free(port)
-    listener = _listen(address, port) if not is_shared and (on_one_host or is_numeric(address)) else None
+    listener = listen(address, port) if not is_shared and (on_one_host or is_numeric(address)) else None
     _served.add((address, port))
     own: dict[str, Any] = {}
     if listener is not None:  # the server with libuv of torch 2.6 takes no socket
@@ -83,32 +84,25 @@ def is_numeric(address: str) -> bool:
         return False
 
 
-def _listen(address: str, port: int) -> socket.socket | None:
+def listen(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens on one address, or None if this host does not have the address."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(_BACKLOG)
+        return socket.create_server(target, family=family, backlog=_BACKLOG)
     except OSError as error:
-        listener.close()
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         return None
-    return listener
 
 
-def encode_value(key: str, value: Any, kind: Any) -> bytes:
-    """Return the bytes for `key` of a store: a signature, then `value` as JSON. `kind`: the type of the value."""
-    text = _adapter(kind).dump_json(value)
+def encode_value(key: str, value: Any) -> bytes:
+    """Return the bytes for `key` of a store: a signature, then `value` as JSON."""
+    text = json.dumps(value, default=dataclasses.asdict).encode()
     return _signature(key, text) + text
 
 
 def decode_value(key: str, content: bytes, kind: Any) -> Any:
     """Return the value of `key`. Raises ForeignValueError if it is not signed, too large, or not of the type `kind`."""
-    from pydantic import ValidationError
-
     signature, text = content[:_SIGNATURE_BYTES], content[_SIGNATURE_BYTES:]
     if len(content) > _MOST_BYTES:
         problem = f"it has {len(content):,} bytes"
@@ -116,11 +110,9 @@ def decode_value(key: str, content: bytes, kind: Any) -> Any:
         problem = f"it is not signed with this rank's {SECRET_VARIABLE}"
     else:
         try:
-            return _adapter(kind).validate_json(text)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            problem = f"it is not of the expected form ({shorten(printable(where + ' ' + first['msg']).strip())})"
+            return build(kind, parse_json(text))
+        except ValueError as error:
+            problem = f"it is not of the expected form ({shorten(printable(str(error)))})"
     raise ForeignValueError(f"{key}: another program has written this value: {problem}. Check that all ranks belong to "
                             f"the same start and have the same {SECRET_VARIABLE}, and who can connect to this port")
 
@@ -128,10 +120,3 @@ def decode_value(key: str, content: bytes, kind: Any) -> Any:
 def _signature(key: str, text: bytes) -> bytes:
     """Return the signature of a value, which is valid for this key only. Without a secret it proves nothing."""
     return hmac.digest(os.environ.get(SECRET_VARIABLE, "").encode(), key.encode() + b"\0" + text, "sha256")
-
-
-@functools.cache
-def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)

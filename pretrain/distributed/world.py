@@ -9,13 +9,13 @@ import contextlib
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from pretrain.distributed.device import output_of
 from pretrain.distributed.host import LAUNCHER_VARIABLES
 from pretrain.distributed.process import free_port
 from pretrain.errors import ConfigError, shorten
@@ -232,25 +232,21 @@ def _mpi_head_address(world: World) -> str:
         ranks = _mpi().COMM_WORLD
         if ranks.Get_size() != world.size:
             raise RuntimeError(f"the MPI library reports {ranks.Get_size()} ranks, the launcher {world.size}")
-        mine = _output("hostname", "-I")
+        mine = (output_of("hostname", "-I") or "").split()
         return str(ranks.bcast(mine[0] if mine else socket.gethostname()))
-    except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
+    except (ImportError, RuntimeError) as error:
         raise ConfigError("MASTER_ADDR", problem=f"mpi4py cannot find the address of rank 0's host ({error})",
                           remedy="export it before mpirun (for example mpirun -x MASTER_ADDR=...)") from None
 
 
 def _slurm_head_address(node_list: str) -> str:
     """Return the address by which SLURM reaches the first node, whose name may not resolve."""
-    try:
-        names = _output("scontrol", "show", "hostnames", node_list)
-        return _output("sinfo", "--noheader", "--nodes", names[0], "--format", "%o")[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
+    names = (output_of("scontrol", "show", "hostnames", node_list) or "").split()
+    found = (output_of("sinfo", "--noheader", "--nodes", *names[:1], "--format", "%o") or "").split() if names else []
+    if not found:
         raise ConfigError("MASTER_ADDR", problem="scontrol and sinfo give no address for the first of "
-                          f"{shorten(node_list)!r}", remedy="export MASTER_ADDR before srun") from None
-
-
-def _output(*command: str) -> list[str]:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+                          f"{shorten(node_list)!r}", remedy="export MASTER_ADDR before srun")
+    return found[0]
 
 
 def export_world(world: World, environ: MutableMapping[str, str]) -> None:
@@ -261,9 +257,9 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
     if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:  # DeepSpeed 0.19.8 asserts that both are equal (runtime/engine.py)
         environ["OMPI_COMM_WORLD_LOCAL_RANK"] = environ["LOCAL_RANK"]
     if "TORCHELASTIC_RUN_ID" not in environ or world.launcher != "torch":
-        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a shell: no agent runs the store
+        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # a shell's variable: no agent runs the store
     if world.launcher == "none":
-        environ["MASTER_ADDR"] = "127.0.0.1"  # that of a shell, such as a pod of PyTorchJob, may be another host
+        environ["MASTER_ADDR"] = "127.0.0.1"  # the address of a shell, such as a pod of PyTorchJob, may be another host
     if world.size == 1:
         environ.setdefault("MASTER_PORT", str(free_port()))  # no other process needs to know it
     environ.setdefault("MASTER_PORT", DEFAULT_MASTER_PORT)

@@ -34,7 +34,7 @@ class Attachments:
     phase_timers: "PhaseTimers | None" = None  # None: the phases of a step are not measured
     recomputes: bool = False  # a micro-batch is computed again (first_micro_batch.py): hooks that measure ignore it
     rank_loss: "torch.Tensor | None" = None  # see engine/steps.py, rank_loss
-    # of a pipeline's last micro-batch: shape [micro-batch, tokens], and whether there are documents
+    # a pipeline's last micro-batch: shape [micro-batch, tokens], and whether there are documents
     last_shape: "tuple[torch.Size, bool] | None" = None
     only_shape: tuple[int, int] | None = None  # [micro-batch, tokens] for which the blocks are compiled
 

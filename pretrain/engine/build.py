@@ -16,15 +16,15 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
-from pretrain.active_extensions import patch_engine
+from pretrain.active_extensions import change_model, patch_engine
 from pretrain.config.model_of_run import initialization_of, undecayed_names
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import gather
-from pretrain.distributed.deepspeed_version import shortcut, workarounds
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.distributed.process import keep_freed_memory
+from pretrain.distributed.requirements import shortcut, workarounds
 from pretrain.engine.attachments import Attachments, attach
-from pretrain.engine.chosen_operators import multiply_in_fp8, operators_on_cuda
+from pretrain.engine.chosen_operators import operators_on_cuda
 from pretrain.engine.deterministic import set_deterministic
 from pretrain.engine.expert_parallelism import (
     announced_experts,
@@ -121,7 +121,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     plan = with_layer_times(plan, groups, recorded_layer_times)
     mpu = create_mpu(plan.layout, groups)
     module = _build_module(plan, groups, mpu)
-    multiply_in_fp8(module, plan)
+    change_model(module, plan)
     add_router_losses(module, plan)
     if initialize:
         initialize_parameters(module, plan.model, seed=plan.args.seed, how=initialization_of(plan.args))

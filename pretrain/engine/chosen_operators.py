@@ -1,4 +1,4 @@
-"""Which operators a run uses on CUDA: kernels of attention. All ranks choose the same ones."""
+"""Choose the kernels of attention on CUDA. All ranks choose the same ones."""
 
 import warnings
 from dataclasses import dataclass
@@ -12,20 +12,12 @@ from pretrain.distributed.collectives import gather
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, reject_flex, why_not_flex
-from pretrain.model.kernels.fp8 import Fp8Products
 from pretrain.model.kernels.torch_attention import alibi_slopes, takes_fewer_heads, torch_causal_attention
-from pretrain.model.layers.linear import use_products
 from pretrain.model.parameters import DTYPES
 
 _NAMES = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cuDNN",
           SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math"}
 _TOLERANCE = 0.02  # of outputs and gradients in 16 bits, relative to their norm
-
-
-def multiply_in_fp8(module: torch.nn.Module, plan: Plan) -> None:
-    """With --fp8, let the linear layers of a model or a block multiply in FP8; emulate it on CPUs."""
-    if plan.args.fp8 is not None:
-        use_products(module, Fp8Products(plan.args.fp8, emulate=plan.device.kind == "cpu"))
 
 
 @dataclass(frozen=True)

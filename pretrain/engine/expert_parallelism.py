@@ -1,6 +1,6 @@
 """Expert parallelism on DeepSpeed's engine: its expert groups, and parameters that it treats as experts.
 
-The layers of the model send the tokens (model/parallel/token_exchange.py). DeepSpeed 0.19.8 does the rest for
+The layers of the model send the tokens (model/layers/experts.py). DeepSpeed 0.19.8 does the rest for
 parameters that have `allreduce` False and a `group_name` (moe/utils.py, is_moe_param): it sums their gradients over the
 ranks with the same experts, divides them by the number of all data-parallel ranks (runtime/zero/stage_1_and_2.py,
 average_tensor), and ZeRO divides them over the ranks with the same experts. Norms and overflows are global.
@@ -35,7 +35,7 @@ def create_expert_group(layout: Layout) -> RankGroup:
         return ALONE
     for known in (deepspeed_groups._EXPERT_PARALLEL_GROUP, deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP):
         known.pop(_group_name(size), None)  # of an earlier engine, perhaps with another number of pipeline stages
-    # with sizes, because without them DeepSpeed reads the sizes of the last engine's mpu
+    # the sizes are given, because DeepSpeed would read those of the last engine's mpu
     deepspeed_groups._create_expert_and_data_parallel(size, mp_size=1, pp_size=layout.pipeline_stages)
     handle = deepspeed_groups._get_expert_parallel_group(_group_name(size))
     return RankGroup(size, dist.get_rank(handle), handle)

@@ -25,11 +25,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from pretrain.active_extensions import change_model, model_flags
 from pretrain.config.plan import Plan
 from pretrain.distributed.device import cpu_name
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.engine.attachments import attachments
-from pretrain.engine.chosen_operators import multiply_in_fp8
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import build_specs, compile_blocks
@@ -79,7 +79,7 @@ def _conditions(plan: Plan) -> dict[str, Any]:
             "seq_length": layout.seq_length, "tensor_parallel_size": layout.tensor_parallel_size,
             "recompute": str(layout.recomputation), "document_attention": layout.document_attention,
             "plain_operators": plan.args.plain_operators, "compile_blocks": plan.args.compile_blocks,
-            **({} if plan.args.fp8 is None else {"fp8": plan.args.fp8}),
+            **model_flags(plan.args),
             "model": plan.model.hf_config}
 
 
@@ -143,7 +143,7 @@ def _layer_nanoseconds(spec: LayerSpec, plan: Plan, inputs: _Inputs, *, is_last:
     with torch.no_grad():
         for parameter in module.parameters():  # memory that is not set may hold denormal numbers, which are slow
             parameter.normal_(0.0, 0.02)
-    multiply_in_fp8(module, plan)
+    change_model(module, plan)
     if plan.args.compile_blocks:
         compile_blocks(module, seq_length=plan.layout.seq_length, device=inputs.device)
     if inputs.hidden_BTD is None:  # the first layer

@@ -14,9 +14,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from pretrain.distributed.deepspeed_version import shortcut
 from pretrain.distributed.device import Device
 from pretrain.distributed.device import cpuinfo as proc_cpuinfo
+from pretrain.distributed.requirements import shortcut
 from pretrain.engine.deterministic import set_variables
 
 # torch 2.13 renamed these collectives and warns at the first call of each old name, on every rank. DeepSpeed 0.19.8

@@ -103,7 +103,7 @@ class UpdateGuard(UpdatePart):
             self._veto, self.reads_norm = before
 
     def _reset(self) -> None:
-        # of the micro-batches of this step; empty on all but the last stage
+        # losses of the micro-batches of this step; empty on all but the last stage
         self._losses: list[torch.Tensor] = []
         self._mean_loss: torch.Tensor | None = None
         self._vetoed: bool | None = None  # None until `veto` is asked

@@ -89,7 +89,7 @@ class Layer:
     window: int = 0  # of a block: number of latest tokens that a query sees, with its own; 0: all tokens
     has_experts: bool = False  # of a block: experts instead of an MLP
     their_names: tuple[str, ...] = ()  # of a wrapped layer: names of its parameters in transformers' model
-    # of a wrapped layer: buffers that belong to the model's state, and their names in transformers' model
+    # buffers of a wrapped layer that belong to the model's state, and their names in transformers' model
     buffers: tuple[Parameter, ...] = ()
     their_buffers: tuple[str, ...] = ()
 

@@ -18,7 +18,7 @@ METHODS_WITH_STD = ("config", "normal", "scaled_normal")
 
 @dataclass(frozen=True)
 class Initialization:
-    """How a new model starts; the fields have the names of the flags. The default is what its config.json says.
+    """Initial weights of a new model, by the flags of the same names. The default is what its config.json says.
 
     With muP, a model is compared with a base model: the same layers and head size, but `mup_base_width` as hidden size,
     and heads and MLP narrower in proportion. The initial weights of the base model are those without muP.

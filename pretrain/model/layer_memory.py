@@ -16,11 +16,11 @@ from pretrain.model.operator_memory import (
     INT64,
     LossMemory,
     MicroBatch,
+    added_work,
     column_backward,
     column_input_bytes,
     dropout_saved,
     experts_saved,
-    fp8_work,
     hidden_states_bytes,
     linear_saved,
     mlp_inner,
@@ -145,7 +145,7 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     """
     batch = _with_kept_norms(config, batch, part)
     residual = hidden_states_bytes(config, batch) * (2 if config.residual_dropout > 0 else 1)
-    residual += fp8_work(config, batch)  # at any product
+    residual += added_work(config, batch)  # at any product
     width = config.moe_intermediate_size * config.experts_per_token if experts else config.intermediate_size
     inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
     norm = norm_saved(config, batch)
@@ -170,7 +170,7 @@ def block_backward(config: ModelConfig, batch: MicroBatch, window: int = 0, part
     recomputed = _recomputed(config, batch, part, window, experts=experts)
     if part == "mlp":  # its tensors are freed before attention's phase, but were not there before its own
         return residual + max(mlp + recomputed, post_norm + recomputed, attention + recomputed)
-    if part == "attention":  # with all recomputed tensors, its phase begins with the post-norm
+    if part == "attention":  # its phase begins with the post-norm, and has all recomputed tensors
         attention = max(attention, post_norm - _mlp_part(config, batch, experts=experts)) + recomputed
     return residual + max(mlp, post_norm, attention)
 

@@ -101,7 +101,7 @@ def _vocabulary_spec(config: ModelConfig, layer: LayerDescription, loss: Trainin
     if not layer.tied:
         classes = {"embedding": TokenEmbedding, "head": LossHead if ends_in_loss else Head}
         return LayerSpec(classes[layer.kind], config, layer, loss, groups)
-    # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
+    # a forward_fn, because a layer that is a module would be written to the checkpoint a second time
     of_head = tied_loss_head if ends_in_loss else tied_head
     return TiedLayerSpec("embed", TokenEmbedding, config, layer, loss, groups, tied_weight_attr="embedding",
                          forward_fn=of_head if layer.kind == "head" else None)

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from pretrain.active_extensions import functions
+from pretrain.active_extensions import extensions
 from pretrain.model.description import ModelConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class MicroBatch:
     fp16: bool = False  # the 16-bit type is fp16, and not bf16
     sequence_parallel_size: int = 1
     mlp_tiles: int = 1  # pieces in which the MLP is computed and recomputed
-    fp8: bool = False  # linear layers multiply in FP8 (model/kernels/fp8.py)
+    model_extensions: tuple[str, ...] = ()  # that change its operators: see Extension.model
     keeps_norms: bool = False  # linear layers save the norms that they are given even where they could recompute them
     plain: bool = False  # --plain_operators
     compiled: bool = False  # --compile_blocks
@@ -107,7 +107,7 @@ class LossMemory:
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """How the gradients of ZeRO-1 and ZeRO-2 are converted to fp32 for the optimizer."""
+    """Conversion of the gradients of ZeRO-1 and ZeRO-2 to fp32 for the optimizer."""
 
     is_one_pass: bool  # they are converted as they are concatenated
     most_elements: int | None  # that exist in fp32 at a time; None: all
@@ -128,15 +128,30 @@ class OperatorMemory:
     def update(self, layout: "Layout") -> UpdateMemory | None:
         """Return how gradients are converted to fp32."""
 
+    def work(self, config: ModelConfig, batch: "MicroBatch") -> int:
+        """Return bytes that exist during a product of a block in addition, where the extension changes the model."""
+        return 0
+
 
 @functools.cache
 def _offered() -> tuple[OperatorMemory, ...]:
-    return tuple(make() for _, make in functions("operator_memory"))
+    return tuple(each.load(each.operator_memory)() for each in extensions() if each.operator_memory and not each.model)
+
+
+@functools.cache
+def _of_model_extension(name: str) -> OperatorMemory:
+    make = next(each for each in extensions() if each.name == name).function("operator_memory")
+    return OperatorMemory() if make is None else make()
 
 
 def offered(ask: Callable[[OperatorMemory], T | None]) -> T | None:
     """Return the answer of the first extension that computes the operator; None: torch's operators do."""
     return next((found for each in _offered() if (found := ask(each)) is not None), None)
+
+
+def added_work(config: ModelConfig, batch: MicroBatch) -> int:
+    """Bytes that exist during a product of a block in addition, in a model that extensions have changed."""
+    return sum(_of_model_extension(name).work(config, batch) for name in batch.model_extensions)
 
 
 def hidden_states_bytes(config: ModelConfig, batch: MicroBatch) -> int:
@@ -283,23 +298,3 @@ def experts_saved(config: ModelConfig, batch: MicroBatch) -> int:
     if config.shared_expert_gate:  # its output, and the shared expert's
         shared += linear_saved(1, shard) + linear_saved(config.hidden_size, shard)
     return router + 2 * linear_saved(config.hidden_size, sent) + inner + shared
-
-
-def fp8_work(config: ModelConfig, batch: MicroBatch) -> int:
-    """Bytes that the largest product of a block needs in FP8 (model/kernels/fp8.py); 0 without FP8.
-
-    One operand at a time is cast by way of fp32. The FP8 values of both remain; on CUDA, those of the second one are
-    copied into another order. The emulation converts both to fp32 again, and its product from fp32. The product itself,
-    a gradient, is counted elsewhere.
-    """
-    if not batch.fp8:
-        return 0
-    hidden, inner, ways = config.hidden_size, config.intermediate_size // batch.mlp_tiles, []
-    for inputs, outputs in ((hidden, qkv_width(config, batch)), (query_width(config, batch), hidden),
-                            (hidden, inner), (inner, hidden)):
-        x, weight, out = batch.tokens * inputs, inputs * outputs, batch.tokens * outputs
-        for first, second, result in ((x, weight, out), (out, weight, x), (out, x, weight)):
-            casts = max((FP32 + 1) * first, first + (FP32 + 1) * second)
-            emulated = (FP32 + 1) * (first + second) + FP32 * result
-            ways.append(max(casts, first + 2 * second) if batch.cuda else emulated)
-    return max(ways)

@@ -1,4 +1,4 @@
-"""Which implementation computes an operator of the model: one registry for norm, linear, activation, attention, loss.
+"""Choose the implementation of each operator of the model: norm, linear, activation, attention, loss.
 
 An `Operator` has a plain implementation, by torch's operators. Extensions offer others, each for some inputs: see
 `Offer`. Three things decide, in this order:

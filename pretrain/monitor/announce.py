@@ -12,11 +12,10 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.active_extensions import advice_on, extensions, records_of_extensions
+from pretrain.active_extensions import advice_on, extensions, precisions, records_of_extensions
 from pretrain.callback import Callback, Run
 from pretrain.cli import next_line
 from pretrain.config.flags.arguments import FLAGS
-from pretrain.config.layout import Layout
 from pretrain.config.plan import Plan
 from pretrain.data.data_spec import absolute_words
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
@@ -62,7 +61,7 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
     folder.event("start", step=first_step, world_size=world.size, **operators)
     stages = plan.length.batch_sizes.stages
     batch = f"{stages[0][1]} to {stages[-1][1]}" if len(stages) > 1 else f"{stages[0][1]}"
-    screen.line(f"{_parameters_text(plan.model)}; {_layout_text(plan.layout)}; global batch "
+    screen.line(f"{_parameters_text(plan.model)}; {_layout_text(plan)}; global batch "
                 f"{batch} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
     if operators:
         screen.line("; ".join(f"{name}: {choice}" for name, choice in operators.items()))
@@ -145,10 +144,10 @@ def _parameters_text(model: ModelConfig) -> str:
     return f"{model.num_parameters() / 1e6:,.1f} M parameters{active}"
 
 
-def _layout_text(layout: Layout) -> str:
+def _layout_text(plan: Plan) -> str:
     """Describe a layout, such as `cuda, bf16, ZeRO-2, 8 data-parallel, 2 tensor-parallel, optimizer on cpu`."""
-    precision = f"{layout.precision} with FP8" if layout.fp8 else layout.precision
-    parts = [get_accelerator().device_name(), precision, f"ZeRO-{layout.zero_stage}",
+    layout = plan.layout
+    parts = [get_accelerator().device_name(), layout.precision, *precisions(plan.args), f"ZeRO-{layout.zero_stage}",
              f"{layout.data_parallel_size} data-parallel"]
     if layout.pipeline_stages > 1:
         parts.append(f"{layout.pipeline_stages} pipeline stages")

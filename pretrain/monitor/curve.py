@@ -1,9 +1,9 @@
-"""The rows of a run as columns, what run.json says about the run, and what extensions find in both."""
+"""The rows of a run as columns, what run.json says about the run, and what extensions find in both and expect."""
 
 import contextlib
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,12 +23,12 @@ EVALUATION_KEYS = ("step", "eval_loss", "mean_of_sets")
 
 @dataclass(frozen=True)
 class Facts:
-    """What run.json says about a run. None, or the default: it is not known."""
+    """Facts about a run from run.json. None, or the default: it is not known."""
 
     train_steps: int | None = None
     vocab_size: int | None = None
     unigram_entropy: float | None = None  # nats per token, of the training data
-    samples_per_epoch: int | None = None  # of the training data
+    samples_per_epoch: int | None = None  # one pass over the training data
     schedule: Mapping[str, Any] | None = None  # fields of `Schedule`; None: the JSON has its own scheduler
     peak_lr: float | None = None
     is_new: bool = False  # the run began with random weights
@@ -205,3 +205,38 @@ class Hint:
 def hints_of_extensions(curve: Curve, facts: Facts) -> list[Hint]:
     """Return what the extensions find in a curve: the hints of each, the most important first."""
     return [hint for _, find in functions("hints") for hint in find(curve, facts)]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An expected loss in nats a token, and the interval of it."""
+
+    loss: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.loss:.4f} ({self.low:.4f} to {self.high:.4f})"
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The expected losses of a run."""
+
+    at: Callable[[float], Expected | None]  # by the number of tokens that the run was trained with; None: not known
+    remark: str = ""  # how the run does, for a line of text
+
+
+def expectation_of(start: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Expectation | None:
+    """Return what the first extension expects that knows this run.
+
+    Args:
+        start: newest record of run.json; its values are not checked.
+        events: rows of events.jsonl.
+    """
+    return next((found for _, expect in functions("expectation") if (found := expect(start, events)) is not None), None)
+
+
+def tokens_text(tokens: float) -> str:
+    """Return a number of tokens with its unit, in millions if there are that many."""
+    return f"{tokens / 1e6:,.4g} M tokens" if tokens >= 1e6 else f"{tokens:,.0f} tokens"

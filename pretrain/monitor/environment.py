@@ -5,7 +5,6 @@ import hashlib
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +17,7 @@ import psutil
 from pretrain import __version__
 from pretrain.cli import OWNED
 from pretrain.config.flags.arguments import FLAGS
-from pretrain.distributed.device import cpu_name
+from pretrain.distributed.device import cpu_name, output_of
 from pretrain.remote import without_credentials
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
@@ -27,7 +26,7 @@ _MORE_PACKAGES = ("tokenizers", "numpy", "safetensors", "accelerate", "triton", 
 # Variables that change results or speed. Others may hold secrets, and are not recorded.
 RECORDED_PREFIXES = ("NCCL_", "CUDA_", "OMP_", "DS_", "DEEPSPEED_", "PYTORCH_", "TORCH_", "GLOO_", "MKL_", "KMP_",
                      "CUBLAS_", "TRITON_", "UCX_", "MALLOC_", "TOKENIZERS_PARALLELISM")
-_NOT_RECORDED = ("DS_PRETRAIN_LAUNCHER", OWNED)  # of the processes of one start
+_NOT_RECORDED = ("DS_PRETRAIN_LAUNCHER", OWNED)  # variables of the processes of one start
 _SECRETS = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 _LARGEST_DIFF = 2**20  # bytes
 _MOST_FILES = 100
@@ -120,8 +119,5 @@ def code_record(run: Path) -> dict[str, Any]:
 
 def _git(folder: Path, *words: str) -> str | None:
     """Return the output of a git command; None if it fails."""
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, check=True, timeout=_GIT_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace").strip()
+    output = output_of("git", "-C", str(folder), *words, timeout_s=_GIT_S)
+    return None if output is None else output.strip()

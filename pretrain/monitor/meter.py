@@ -1,11 +1,17 @@
-"""Meter: writes rows of metrics.jsonl and lines on the screen. Only logged steps read values from the device."""
+"""Meter: writes rows of metrics.jsonl and lines on the screen. Only logged steps read values from the device.
+
+Sinks: DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) and Trackio get the values of the rows.
+"""
 
 import contextlib
+import io
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from deepspeed import DeepSpeedEngine
@@ -14,10 +20,11 @@ from deepspeed.accelerator import get_accelerator
 from pretrain.callback import Callbacks, Run, StepResult
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
+from pretrain.engine.patches.monitors import SurvivingMonitor, take_monitors, write_note
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
+from pretrain.errors import escape_controls
 from pretrain.monitor.read_run_folder import Goodput
-from pretrain.monitor.sinks import Sinks
 from pretrain.monitor.training_row import (
     HighestLoss,
     Interval,
@@ -35,6 +42,11 @@ from pretrain.monitor.training_row import (
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
 
+_NAMES = {"loss": "train_loss"}  # DeepSpeed's name
+_NOT_SENT = ("consumed_samples", "time")  # the x-axis; the monitors record the time themselves
+Event = tuple[str, float, int]
+"""(name, value, consumed samples), as DeepSpeed's monitors take it"""
+
 
 class Timer(Protocol):
     """Measures something of the training steps since the last row."""
@@ -50,7 +62,7 @@ class Timer(Protocol):
 class _SinceRow:
     """Steps, samples and times since the last row."""
 
-    step: int  # of the last row
+    step: int  # step of the last row
     consumed_samples: int  # at the last row
     start: float = field(default_factory=time.perf_counter)
     data_seconds: float = 0.0
@@ -200,3 +212,75 @@ class Meter:
         interval = self.interval if step == self._since.step and self.interval else self._interval()
         speed, remaining = tokens_per_second(self.plan, interval), format_duration(eta_seconds(self.plan, interval))
         self.screen.status(f"step {step}/{self.plan.train_steps}  {speed:,.0f} tokens/s  ETA {remaining}")
+
+
+class Sinks:
+    """Writes each row of metrics.jsonl to the monitors that the DeepSpeed JSON and --trackio select, on rank 0.
+
+    The monitors that have a place for text also get --note, at the start.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, *, rank: int, run: Path, trackio: str | None, note: str,
+                 first_step: int) -> None:
+        monitors, note = take_monitors(engine), escape_controls(note)
+        self._monitors: list[Any] = [monitors] if monitors.enabled and rank == 0 else []
+        self._trackio = SurvivingMonitor(lambda: TrackioMonitor(trackio, run, note), "trackio") \
+            if trackio is not None and rank == 0 else None
+        if self._trackio is not None:
+            self._monitors.append(self._trackio)
+        if note and rank == 0:
+            write_note(monitors, note, first_step)
+
+    def write(self, row: dict[str, Any]) -> None:
+        for monitor in self._monitors:
+            monitor.write_events(events_of(row))
+
+    def close(self) -> None:
+        if self._trackio is not None:
+            self._trackio.finish()
+
+
+def events_of(row: dict[str, Any]) -> list[Event]:
+    """Return an event for each number of a row. Its x is the number of consumed samples.
+
+    Like metrics.jsonl, which has null for them, the monitors get no NaN and no infinity.
+    """
+    samples = row["consumed_samples"]
+    if "eval_loss" in row:
+        names = {"eval_loss": f"Evaluation/{row['split']}_loss", "eval_ppl": f"Evaluation/{row['split']}_ppl"}
+    elif "split" in row:  # an extension's row
+        names = {key: f"Evaluation/{row['split']}_{key}" for key in row if key not in (*_NOT_SENT, "step", "split")}
+    else:
+        names = {key: f"Train/Samples/{_NAMES.get(key, key)}" for key in row if key not in _NOT_SENT}
+    return [(name, row[key], samples) for key, name in names.items()
+            if isinstance(row[key], (int, float)) and math.isfinite(row[key])]
+
+
+class TrackioMonitor:
+    """Writes events to a project of Trackio, which is no monitor of DeepSpeed. A run that resumes continues its curves.
+
+    Args:
+        project: name of the project.
+        run: run folder; the name of its last part is the run's.
+        note: a text for the run's configuration, or "".
+    """
+
+    def __init__(self, project: str, run: Path, note: str) -> None:
+        import trackio
+
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints how to open its dashboard
+            self._run: Any = trackio.init(project=project, name=run.absolute().name, resume="allow", embed=False,
+                                          auto_log_gpu=False, auto_log_cpu=False,
+                                          config={"note": note} if note else None)
+
+    def write_events(self, events: list[Event]) -> None:
+        values: dict[int, dict[str, float]] = defaultdict(dict)
+        for name, value, samples in events:
+            values[samples][name] = value
+        for samples, row in values.items():
+            self._run.log(row, step=samples)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            self._run.finish()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_BUCKETS = 16  # of consecutive values; their means show fluctuations that are slower than the noise from row to row
+_BUCKETS = 16  # groups of consecutive values, whose means show what is slower than the noise from row to row
 NORMAL_MAD = 0.6745  # median of the absolute value of a standard normal variable
 
 

@@ -29,7 +29,7 @@ _REPEATED_FLAGS = """
     spike_threshold spike_window max_bad_steps rollback_skip_steps max_rollbacks step_timeout first_step_timeout
     replica_check_interval allow_other_data micro_batch_size
     gradient_accumulation_steps global_batch_size learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon
-    gradient_clipping precision compile_blocks recompute recompute_every mlp_tiles fp8 tf32 plain_operators
+    gradient_clipping precision compile_blocks recompute recompute_every mlp_tiles tf32 plain_operators
     deterministic emulate_fp16 peak_tflops
 """
 REPEATED_FLAGS = frozenset(_REPEATED_FLAGS.split()) | {name for name, flag in FLAGS.items() if flag.repeats}

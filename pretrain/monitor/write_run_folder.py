@@ -35,7 +35,7 @@ class RunFolder:
 
     @property
     def is_active(self) -> bool:
-        """Whether this process writes the files."""
+        """True if this process writes the files."""
         return self._active
 
     def start(self, record: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class RunFolder:
         path, num_lost = self.path / name, self._lost_rows.pop(name, 0)
         try:
             _append_line(path, json.dumps(row))
-        except OSError as error:  # for example a full disk
+        except OSError as error:  # such as a full disk
             self._lost_rows[name] = num_lost + 1
             if num_lost == 0:
                 self._warn(f"warning: {path}: rows are lost ({error.strerror}); the run continues")

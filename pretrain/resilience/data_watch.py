@@ -14,13 +14,14 @@ from pretrain.checkpoint.load.same_data import (
     fallback_path,
     stored_hashes,
 )
-from pretrain.config.flags.overrides import allows_other_data
+from pretrain.config.flags.check_flags import allows_other_data
 from pretrain.config.plan import Plan
 from pretrain.data.token_files.check_hashes import hash_if_fast
 from pretrain.data.token_files.hashes import BLOCK_BYTES, BackgroundHash, DataHashes, hashes_path, write_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.token_file import TokenFile
 from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.paths import status_of
 from pretrain.terminal import Screen
 
 _FAST_S = 0.5  # data that is hashed within this time is hashed before the first step
@@ -126,7 +127,7 @@ class SourceWatch:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the data is at a URL. It is hashed at the start or not at all."""
+        """True if the data is at a URL. It is hashed at the start or not at all."""
         return self._indexed.is_remote
 
     @property
@@ -290,7 +291,5 @@ def _is_same_file(first: os.stat_result, second: os.stat_result) -> bool:
 
 def _has_name(path: os.PathLike[str], status: os.stat_result) -> bool:
     """Return whether `path` still names the file with this status."""
-    try:
-        return _is_same_file(os.stat(path), status)
-    except OSError:
-        return False
+    found = status_of(path)
+    return found is not None and _is_same_file(found, status)

@@ -22,7 +22,7 @@ from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal import Screen
 
-_FIRST_STEPS = 10  # of a process, in which a gradient of 0 is reported
+_FIRST_STEPS = 10  # first steps of a process, in which a gradient of 0 is reported
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Guard:
         self._windows = list(attachments(engine).spikes.by_name.values())
         self._values = torch.zeros(2) if on_cpu else torch.zeros(2).pin_memory()  # loss, gradient norm
         self._copied = None if on_cpu else get_accelerator().Event()
-        self._waits = on_cpu or plan.args.spike_policy == "skip"  # with "skip", `veto` has waited for the device anyway
+        self._waits = on_cpu or plan.args.spike_policy == "skip"  # `veto` waits for the device
         self._unread: _Step | None = None
-        self._skipped: Callable[[float], SkippedUpdate | None] = lambda loss: None  # of the unread step
+        self._skipped: Callable[[float], SkippedUpdate | None] = lambda loss: None  # reason of the unread step
         self._bad: list[_Step] = []  # the newest bad steps in a row
         self._first_steps = _FIRST_STEPS  # that are left
         self._has_norm = True

@@ -18,13 +18,13 @@ from typing import Any, cast
 from pretrain.distributed.host import process_state
 from pretrain.errors import named
 
-_WAIT_S = 4.0  # for the files of other ranks
-_REPORT_WAIT_S = 1.5  # for the report of a lower rank
+_WAIT_S = 4.0  # time for the files of other ranks
+_REPORT_WAIT_S = 1.5  # time for the report of a lower rank
 _POLL_S = 0.1
 _ALL_LOOK, _MOST_LOOK = 64, 8  # up to 64 ranks, all list the folder of a hang; of more ranks, these
 _REPORT = "report.txt"
 _THREADS = 16
-_RECORDED_ROWS = 64  # of the file in which a rank records its steps
+_RECORDED_ROWS = 64  # last rows of the file in which a rank records its steps
 _LONGEST_NOTES = 2000  # characters
 _STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped", "t": "stopped",
            "Z": "ended", "X": "ended", "": "ended"}  # state letters of proc(5)

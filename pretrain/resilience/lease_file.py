@@ -75,14 +75,13 @@ def read_lease(path: Path) -> Lease | None:
 
     Opening the file makes NFS fetch its current content and modification time from the server.
     """
-    try:
-        with open_regular(path, largest_bytes=_LARGEST_BYTES) as file:
-            status = os.fstat(file.fileno())
-            first, newline, rest = file.read().decode(errors="replace").partition("\n")
-    except FileNotFoundError:
-        return None
-    owner = _parse_owner(first) or Owner("an unknown host", 0, status.st_mtime, 0, "", 0, f"unreadable{status.st_ino}")
-    return Lease(path, owner, status.st_mtime_ns, released=bool(newline and rest))
+    with contextlib.suppress(FileNotFoundError), open_regular(path, largest_bytes=_LARGEST_BYTES) as file:
+        status = os.fstat(file.fileno())
+        first, newline, rest = file.read().decode(errors="replace").partition("\n")
+        owner = _parse_owner(first) or Owner("an unknown host", 0, status.st_mtime, 0, "", 0,
+                                             f"unreadable{status.st_ino}")
+        return Lease(path, owner, status.st_mtime_ns, released=bool(newline and rest))
+    return None
 
 
 def _parse_owner(line: str) -> Owner | None:
@@ -171,7 +170,7 @@ class LeaseFile:
             with open_regular(self.path, "r+b") as file:
                 if self.owner.token.encode() not in file.readline(_LARGEST_BYTES):
                     return False
-                os.utime(file.fileno())  # of the file that was read, even if it has just been replaced
+                os.utime(file.fileno())  # the file that was read, even if it has just been replaced
         except FileNotFoundError:  # somebody has deleted the file
             return self._create_exclusively(self.path) or self.is_ours()
         return True
@@ -198,9 +197,7 @@ class LeaseFile:
 
     def _create_exclusively(self, path: Path) -> bool:
         """Create `path` with O_EXCL, which NFS supports since version 3. Returns False if it exists. Raises OSError."""
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(self._content)
-        except FileExistsError:
-            return False
-        return True
+        with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+            file.write(self._content)
+            return True
+        return False

@@ -18,12 +18,12 @@ from pretrain.distributed.host import state_and_start
 from pretrain.errors import ConfigError
 from pretrain.extension import RequestFile
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.paths import SAVE_FILE, STOP_FILE
+from pretrain.paths import SAVE_FILE, STOP_FILE, status_of
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.signals import SignalListener
 from pretrain.stored_json import read_text
 
-_LOOKING_FRACTION = 0.01  # of rank 0's time that looking for files may take, for example on NFS
+_LOOKING_FRACTION = 0.01  # fraction of rank 0's time that looking for files may take, for example on NFS
 _LONGEST_LOOK_S = 1.0  # longest time between two looks
 # Reasons to stop, as numbers that the ranks exchange. Numbers below 100 are signals.
 _LAUNCHER_DIED, _TIME_IS_OVER, _STOP_FILE = 100, 101, 102
@@ -68,7 +68,7 @@ class Requests:
         self._folder, self._launcher, self._report, self._asked = folder, launcher, report, asked
         self._files = ControlFiles(folder.path, committed_step, asked) if dist.get_rank() == 0 else None
         self._look_at = 0.0  # time of the next look for files, by time.monotonic()
-        self._time_limit = float("inf")  # of rank 0, by time.monotonic()
+        self._time_limit = float("inf")  # rank 0's limit, by time.monotonic()
         if exit_after_minutes is not None and dist.get_rank() == 0:
             self._time_limit = time.monotonic() - process_age_s() + 60 * exit_after_minutes
         self._rejection = ""  # why this rank cannot continue
@@ -214,9 +214,8 @@ class ControlFiles:
 
     def _modified(self) -> int:
         """Return the modification time of SAVE in ns; 0 if there is no such file."""
-        with contextlib.suppress(OSError):
-            return self.save_path.stat().st_mtime_ns
-        return 0
+        status = status_of(self.save_path)
+        return 0 if status is None else status.st_mtime_ns
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
 from pretrain.checkpoint.load.agree_on_checkpoint import find_damage_together, reject_foreign_pickles
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import checkpoints_folder
+from pretrain.checkpoint.save.commit import save_errors
 from pretrain.checkpoint.save.mirror import withdraw
 from pretrain.checkpoint.save.retention import (
     ABANDONED,
@@ -27,7 +28,7 @@ from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.build import deepspeed_output
-from pretrain.errors import ConfigError, SaveError
+from pretrain.errors import ConfigError
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.guard import BadSteps, guard_error, has_no_update, remedy_for
 from pretrain.terminal import Screen
@@ -111,10 +112,8 @@ def _candidates(checkpoints: Path, past: list[Rollback], bad: BadSteps) -> list[
 
 def _record(plan: Plan, checkpoints: Path, rollback: Rollback, screen: Screen) -> None:
     """Make the rollback durable, here and in the mirror. Raises SaveError."""
-    try:
+    with save_errors("the rollback cannot be recorded"):
         record_rollback(checkpoints, rollback)
-    except OSError as error:
-        raise SaveError(f"the rollback cannot be recorded: {error}") from error
     if plan.args.checkpoint_mirror is not None:
         try:
             withdraw(plan.args.checkpoint_mirror, rollback.abandoned)

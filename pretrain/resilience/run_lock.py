@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from pretrain.errors import CRASHED, ConfigError
+from pretrain.errors import CRASHED, ConfigError, file_errors
 from pretrain.resilience.lease_file import Lease, LeaseFile, Owner, read_lease
 from pretrain.terminal import print_line
 
@@ -31,15 +31,12 @@ def find_owner(run: Path) -> Owner | None:
 
     The owner of a lease whose heartbeat does not change counts as dead here. Rank 0 then waits for the time-out.
     """
-    try:
+    with contextlib.suppress(OSError):  # rank 0 reports it
         chain = LeaseFile(run / LOCK).chain()
-        if not chain or chain[-1].released:
-            return None
-        lease = chain[-1]
-        runs = lease.owner.runs()
-        return lease.owner if (_changes(lease, WATCH_S) if runs is None else runs) else None
-    except OSError:  # rank 0 reports it
-        return None
+        if chain and not chain[-1].released:
+            runs = chain[-1].owner.runs()
+            return chain[-1].owner if (_changes(chain[-1], WATCH_S) if runs is None else runs) else None
+    return None
 
 
 def reject_second_start(run: Path) -> None:
@@ -108,15 +105,12 @@ class RunLock:
         if not active:
             return
         self._file = LeaseFile(run / LOCK)
-        try:
+        with file_errors("--save", f"the lock {self._file.path} cannot be written ({{}})",
+                         "make space, or choose a folder that can be written to"):
             run.mkdir(parents=True, exist_ok=True)
             self._take()
             # an open folder, because a new one could get the number of a deleted one
             self._folder = os.open(run, os.O_PATH | os.O_DIRECTORY)
-        except OSError as error:
-            raise ConfigError("--save", problem=f"the lock {self._file.path} cannot be written "
-                                                f"({error.strerror or error})",
-                              remedy="make space, or choose a folder that can be written to") from None
         self._confirmed_s = _seconds()
         self._ended, self._is_lost = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._heartbeat, name="run-lock", daemon=True)

@@ -22,10 +22,9 @@ import contextlib
 import ctypes
 import faulthandler
 import json
-import math
 import mmap
 import os
-import struct
+import signal
 import subprocess
 import sys
 import threading
@@ -42,8 +41,12 @@ from pretrain.distributed.world import World
 from pretrain.errors import HANG
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.run_lock import RunLock
-from pretrain.resilience.watched_state import BEATS, FLAGS, NOTE, NOTE_OFFSET, PHASES, STACKS_SIGNAL, STATE
 
+PHASES = ("connect", "checkpoint", "build", "load", "trial", "data", "step", "rollback", "eval", "save", "end")
+_FILE_PHASES = ("checkpoint", "load", "rollback", "save", "end")  # bytes that the rank reads or writes are progress
+_SHARED_BYTES = 8192
+_LONGEST_NOTE = 960  # characters; JSON takes at most 6 bytes for each
+_STACKS_SIGNAL = signal.SIGRTMAX - 2  # real-time signals are free for programs; SIGUSR1 and SIGTERM ask for a save
 _LAST_COLLECTIVES = 100  # torch keeps 2000, which take 1 MB
 _SIGEV_THREAD = 2  # <bits/sigevent-consts.h>
 
@@ -89,32 +92,32 @@ class Watchdog:
 
     def __init__(self, run: Path, world: World, time_outs: TimeOuts) -> None:
         self.time_outs = time_outs
-        self._first, self._later = _rows(time_outs.first), _rows(time_outs.later)
-        self._state: mmap.mmap | bytearray = bytearray(STATE.size)  # shared with the watcher, if there is one
-        self._entered = self._beats = 0
+        self._first = dict(time_outs.first)  # a phase that has been entered has its limit of `time_outs.later`
+        self._state: dict[str, Any] = {"entered": 0, "beats": 0, "note": ""}
+        self._memory: mmap.mmap | None = None  # the state as JSON, shared with the watcher
         self._watcher: subprocess.Popen[str] | None = None
         if time_outs.longest_s:
             try:
                 self._start(run, world)
-            except OSError as error:  # for example no more processes allowed
+            except OSError as error:  # such as no more processes allowed
                 print(f"warning: rank {world.rank} runs without its watchdog: {error}", file=sys.stderr, flush=True)
 
     def _start(self, run: Path, world: World) -> None:
         shared, stacks = os.memfd_create("watchdog"), os.memfd_create("stacks")
-        os.ftruncate(shared, mmap.PAGESIZE)
-        self._state = mmap.mmap(shared, mmap.PAGESIZE)
+        os.ftruncate(shared, _SHARED_BYTES)
+        self._memory = mmap.mmap(shared, _SHARED_BYTES)
         ask, asked = os.pipe(), os.pipe()
         self._stacks = stacks  # faulthandler writes to this descriptor: keep it open
-        request = {"pid": os.getpid(), "rank": world.rank, "world_size": world.size, "run": str(run.absolute()),
-                   "shortest_s": self.time_outs.shortest_s, "state": shared, "stacks": stacks, "exit": asked[1],
-                   "collectives": ask[1]}
         self.enter("connect", 0)
+        request = {"pid": os.getpid(), "rank": world.rank, "world_size": world.size, "run": str(run.absolute()),
+                   "shortest_s": self.time_outs.shortest_s, "state": self._state, "memory": shared, "stacks": stacks,
+                   "stacks_signal": int(_STACKS_SIGNAL), "exit": asked[1], "collectives": ask[1]}
         self._watcher = subprocess.Popen(
             child_command("pretrain.resilience.watcher", json.dumps(request), options=("-S",)), cwd=ROOT, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             pass_fds=(shared, stacks, ask[1], asked[1]))
         os.close(shared)
-        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+        faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         self._exit_request = exit_when_readable(asked[0], HANG)
         threading.Thread(target=_write_collectives, args=[ask[0]], name="watchdog", daemon=True).start()
 
@@ -123,19 +126,23 @@ class Watchdog:
 
         All ranks enter the same phases in the same order: the number of entries shows which rank is behind.
         """
-        self._entered += 1
-        STATE.pack_into(self._state, 0, self._entered, self._beats, step, *self._first[phase])
-        self._first[phase] = self._later[phase]
+        seconds, flag = self._first[phase]
+        self._first[phase] = self.time_outs.later[phase]
+        self._record(entered=self._state["entered"] + 1, step=step, phase=phase, limit_s=float(seconds), flag=flag,
+                     moves_files=phase in _FILE_PHASES)
 
     def beat(self) -> None:
         """Record that all ranks make progress in the current phase, for example while files are verified."""
-        self._beats += 1
-        BEATS.pack_into(self._state, BEATS.size, self._beats)
+        self._record(beats=self._state["beats"] + 1)
 
     def note(self, line: str) -> None:
         """Record what the data of this rank waits for, for the report of a hang; "": for nothing."""
-        if isinstance(self._state, mmap.mmap):
-            NOTE.pack_into(self._state, NOTE_OFFSET, line.encode()[:NOTE.size])
+        self._record(note=line[:_LONGEST_NOTE])
+
+    def _record(self, **values: Any) -> None:
+        self._state.update(values)
+        if self._memory is not None:
+            self._memory[:] = json.dumps(self._state).encode().ljust(_SHARED_BYTES)
 
     def set_ranks(self, ranks: Sequence[tuple[str, int]]) -> None:
         """Give the watcher the host and process id of each rank, for a rank whose host is lost later."""
@@ -167,7 +174,7 @@ class Watchdog:
             self._watcher.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):  # its report thread waits for storage
                 self._watcher.wait(2.0)
-            faulthandler.unregister(STACKS_SIGNAL)
+            faulthandler.unregister(_STACKS_SIGNAL)
 
 
 @dataclass(frozen=True)
@@ -188,10 +195,13 @@ def rank_guards(run: Path, world: World, time_outs: TimeOuts, launcher: Launcher
         yield RankGuards(lock, launcher, watchdog)
 
 
-def _rows(limits: dict[str, tuple[float, str]]) -> dict[str, tuple[int, int, int]]:
-    """Return phase -> the values of `State` that depend on the phase."""
-    return {phase: (PHASES.index(phase), math.ceil(seconds * 1000), FLAGS.index(flag))
-            for phase, (seconds, flag) in limits.items()}
+class _ReadRequest(ctypes.Structure):
+    """`struct aiocb` of <aio.h>, up to the members of its aio_sigevent that are needed here."""
+
+    _fields_ = (("fildes", ctypes.c_int), ("lio_opcode", ctypes.c_int), ("reqprio", ctypes.c_int),
+                ("buf", ctypes.c_void_p), ("nbytes", ctypes.c_size_t), ("value", ctypes.c_size_t),
+                ("signo", ctypes.c_int), ("notify", ctypes.c_int), ("function", ctypes.c_void_p),
+                ("rest", ctypes.c_char * 1024))  # the library's own; 168 bytes in all in glibc
 
 
 def exit_when_readable(descriptor: int, code: int) -> object:
@@ -203,17 +213,13 @@ def exit_when_readable(descriptor: int, code: int) -> object:
 
     Returns the memory of the request. Keep a reference to it.
     """
-    library = ctypes.CDLL(None)
-    byte, block = ctypes.create_string_buffer(8), ctypes.create_string_buffer(1024)  # struct aiocb: 168 bytes in glibc
-    if struct.calcsize("P") != 8 or not hasattr(library, "aio_read"):
+    library, byte = ctypes.CDLL(None), ctypes.create_string_buffer(1)
+    if ctypes.sizeof(ctypes.c_void_p) != 8 or not hasattr(library, "aio_read"):
         return None
-    function = ctypes.cast(library._exit, ctypes.c_void_p).value
-    # <aio.h>: aio_fildes, aio_lio_opcode, aio_reqprio, aio_buf, aio_nbytes; in aio_sigevent: value, signo, notify,
-    # function
-    struct.pack_into("@iii4xPNqiiP", block, 0, descriptor, 0, 0, ctypes.addressof(byte), 1, code,
-                     0, _SIGEV_THREAD, function)
-    library.aio_read(block)
-    return block, byte
+    request = _ReadRequest(fildes=descriptor, buf=ctypes.addressof(byte), nbytes=1, value=code, notify=_SIGEV_THREAD,
+                           function=ctypes.cast(library._exit, ctypes.c_void_p).value)
+    library.aio_read(ctypes.byref(request))
+    return request, byte
 
 
 def _write_collectives(requests: int) -> None:

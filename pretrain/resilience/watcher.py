@@ -31,10 +31,8 @@ from pretrain.resilience.hang_report import (
     wait_until,
     write_record,
 )
-from pretrain.resilience.watched_state import FLAGS, NOTE, NOTE_OFFSET, PHASES, STACKS_SIGNAL, STATE, State
 
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_FILE_PHASES = ("checkpoint", "load", "rollback", "save", "end")
 _LONGEST_TICK_S = 1.0
 _STACKS_S = 1.5  # time that the rank gets to write its stacks
 _COLLECTIVES_S = 1.0  # time that the rank gets to write its last collectives
@@ -75,8 +73,10 @@ class Watcher:
     world_size: int
     run: Path
     shortest_s: float
-    memory: mmap.mmap
+    memory: mmap.mmap  # the rank's state as JSON: see `Watchdog.enter`
+    state: dict[str, Any]  # what was read there last
     stacks: int  # descriptor of the file into which faulthandler writes
+    stacks_signal: int
     exit: int  # pipe: one byte makes the rank exit with 77
     collectives: int  # pipe: a path makes the rank write its last collectives there
     folder: Path  # becomes the folder of the next hang of this run
@@ -87,17 +87,12 @@ class Watcher:
 
     @classmethod
     def from_request(cls, request: dict[str, Any]) -> "Watcher":
-        memory = mmap.mmap(request.pop("state"), mmap.PAGESIZE)
-        run = Path(request.pop("run"))
+        memory, run = mmap.mmap(request.pop("memory"), 0), Path(request.pop("run"))
         return cls(memory=memory, run=run, folder=hang_folder(run), born=start_time(request["pid"]), **request)
 
     @property
     def tick_s(self) -> float:
         return min(_LONGEST_TICK_S, self.shortest_s / 10)
-
-    @property
-    def state(self) -> State:
-        return State(*STATE.unpack_from(self.memory))
 
     def watch(self) -> None:
         """Wait until the rank ends, or has to be ended."""
@@ -108,7 +103,7 @@ class Watcher:
             before = idle.last_tick
             stopped = process_state(self.pid) in STOPPED
             seconds = idle.update(self._progress(), time.monotonic(), stopped=stopped)
-            limit_s = self.state.limit_ms / 1000
+            limit_s = self.state["limit_s"]
             resumed = time.monotonic() - before > 10 * self.tick_s
             (look.set if stopped or resumed or seconds > self.shortest_s / 2 else look.clear)()
             if declared.is_set() or (limit_s and seconds > limit_s):
@@ -120,9 +115,10 @@ class Watcher:
 
     def _progress(self) -> tuple[int, ...]:
         """Return values that change when the rank makes progress: its beats; in some phases also the MiB it moved."""
-        state = self.state
-        moved = _moved_bytes(self.pid) >> 20 if PHASES[state.phase] in _FILE_PHASES else 0
-        return state.entered, state.beats, moved
+        with contextlib.suppress(ValueError):  # the rank is writing it; the next tick reads it
+            self.state = json.loads(self.memory[:])
+        moved = _moved_bytes(self.pid) >> 20 if self.state["moves_files"] else 0
+        return self.state["entered"], self.state["beats"], moved
 
     def _wait(self, seconds: float) -> bool:
         """Wait. Returns False as soon as the rank has ended or is not watched any more."""
@@ -155,10 +151,8 @@ class Watcher:
 
     def _report(self, seconds: float, stopped: bool) -> None:
         """Write this rank's file, wait for the files of the other ranks, then report the hang if no other rank does."""
-        state = self.state
-        record = RankRecord.of_process(self.pid, rank=self.rank, phase=PHASES[state.phase], step=state.step,
-                                       entered=state.entered, seconds=round(seconds, 1), limit_s=state.limit_ms / 1000,
-                                       flag=FLAGS[state.flag], note=self._note(),
+        values = {name: self.state[name] for name in ("phase", "step", "entered", "limit_s", "flag", "note")}
+        record = RankRecord.of_process(self.pid, rank=self.rank, seconds=round(seconds, 1), **values,
                                        recorded=0 if self.record is None else copy_record(*self.record, self.folder))
         stacks = "" if stopped else self._read_stacks()
         collectives = self.folder / f"rank_{self.rank}_collectives.json"
@@ -178,14 +172,9 @@ class Watcher:
                   f"{seconds:.0f} s in {record.position}; {self.folder} cannot be written ({error.strerror})",
                   file=sys.stderr, flush=True)
 
-    def _note(self) -> str:
-        """Return what the data of the rank waits for."""
-        (text,) = NOTE.unpack_from(self.memory, NOTE_OFFSET)
-        return str(text.rstrip(b"\0").decode(errors="ignore"))
-
     def _read_stacks(self) -> str:
         """Return the stacks of all threads of the rank."""
-        os.kill(self.pid, STACKS_SIGNAL)
+        os.kill(self.pid, self.stacks_signal)
         size, deadline = 0, time.monotonic() + _STACKS_S
         while time.monotonic() < deadline:
             time.sleep(0.2)

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,16 +15,12 @@ import torch
 import transformers
 
 from pretrain.analysis.model_source import EvaluationSource, choose_partition, evaluation_dtype, evaluation_source
-from pretrain.checkpoint.convert.import_hf import import_hf
-from pretrain.checkpoint.format.run_checkpoints import read_manifest
+from pretrain.checkpoint.convert.write_weights import import_hf
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
-from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.distributed.world import ALONE, World
-from pretrain.model.config import model_config_from
-from pretrain.model.layer_specs import as_module
 from tests.support.byte_tokenizer import EOD, write_byte_tokenizer
 from tests.support.cases import flags
 from tests.support.hf_models import hf_model, save_hf_model
@@ -86,40 +80,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch, cwd: Path, *words: str) -> dict[
     assert main_of("evaluate")() == 0
     found: dict[str, Any] = json.loads(out.read_text())
     return found
-
-
-def _questions(folder: Path) -> list[dict[str, Any]]:
-    """Write a task of lm-eval with local data into `folder`, and return its questions."""
-    questions = [{"question": f"{number % 7} of {number}, {number % 7}", "answer": number % 2,
-                  "choices": [" ~", f" of {number}, {number % 7} of {number}", f"+{number * number}"]}
-                 for number in range(13)]
-    folder.mkdir(exist_ok=True)
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    task = {"task": "local_choice", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
-            "dataset_kwargs": {"data_files": {"test": str(folder / "questions.jsonl")}}, "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
-            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
-    (folder / "local.yaml").write_text(json.dumps(task))
-    return questions
-
-
-@torch.no_grad()
-def _scores(checkpoint: Path, questions: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the accuracies of our module: the choice with the largest log-likelihood, in total and per character."""
-    model = as_module(model_config_from(read_manifest(checkpoint).model, "manifest"))
-    model.load_state_dict(CheckpointReader(checkpoint).weights())
-    right = {"acc": 0, "acc_norm": 0}
-    for question in questions:
-        likelihoods = []
-        for choice in question["choices"]:
-            tokens = [*(question["question"] + choice).encode()]
-            log_p = torch.log_softmax(model.eval()(torch.tensor([tokens[:-1]]))[0].double(), 1)
-            scored = range(len(tokens) - len(choice.encode()), len(tokens))
-            likelihoods.append(sum(float(log_p[position - 1, tokens[position]]) for position in scored))
-        per_character = [value / len(choice) for value, choice in zip(likelihoods, question["choices"], strict=True)]
-        for name, values in (("acc", likelihoods), ("acc_norm", per_character)):
-            right[name] += values.index(max(values)) == question["answer"]
-    return {name: count / len(questions) for name, count in right.items()}
 
 
 Evaluate = Callable[..., dict[str, Any]]
@@ -270,37 +230,6 @@ def test_a_uniform_model_has_the_closed_form(tmp_path: Path, alone: Evaluate, wi
         assert row["standard_error"] == pytest.approx(0, abs=1e-4)
     (tmp_path / "doubt").write_text('{"text": "a"}\nwords')
     assert alone(tmp_path, "hf", "--data", "doubt", "--format", "text")["data"][0]["bytes"] == 19
-
-
-def test_tasks_of_a_local_folder(runs: Path, alone: Evaluate) -> None:
-    """The scores of lm-eval with the exported model are those that our module gives, on 1 rank and on 2."""
-    questions = _questions(runs / "tasks")
-    checkpoint = runs / "zero3" / "checkpoints" / f"global_step{STEPS}"
-    words = ("--tasks", "local_choice", "--task_folder", "tasks")
-    found = alone(runs, "zero3", *words, "--export", "exported")
-    expected = _scores(checkpoint, questions)
-    assert expected["acc"] != expected["acc_norm"]
-    assert {name: found["tasks"]["local_choice"][name] for name in expected} == expected
-    assert found["data"] == []
-    few = alone(runs, "exported", *words, "--limit", "5", "--micro_batch_size", "2", "--data", "text.txt")
-    assert {name: few["tasks"]["local_choice"][name] for name in expected} == _scores(checkpoint, questions[:5])
-    assert few["data"][0]["tokens"] == len(TEXTS[2])
-    on_two = evaluate(runs, "zero3", *words, ranks=2)
-    assert on_two["tasks"] == found["tasks"]
-
-
-def test_a_task_whose_data_is_not_on_this_machine(runs: Path) -> None:
-    (runs / "hub").mkdir()
-    (runs / "hub" / "hub.yaml").write_text(json.dumps({
-        "task": "on_the_hub", "dataset_path": "nobody/nothing", "output_type": "multiple_choice", "test_split": "test",
-        "doc_to_text": "{{question}}"}))
-    command = [str(ROOT / "tools/evaluate.py"), "zero3", "--tasks", "on_the_hub", "--task_folder", "hub"]
-    done = subprocess.run([sys.executable, *command], cwd=runs, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-                          capture_output=True, text=True)
-    status, *error = done.stderr.splitlines()
-    assert (done.returncode, done.stdout, len(error)) == (2, "", 1), done.stderr
-    assert status.startswith("loading the task")  # the wait for the network is announced
-    assert error[0].startswith("ds-pretrain: error: --tasks on_the_hub: its data cannot be fetched")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -20,7 +20,7 @@ from pretrain.analysis.model_source import (
     generation_dtype,
     generation_source,
 )
-from pretrain.checkpoint.convert.import_hf import import_hf
+from pretrain.checkpoint.convert.write_weights import import_hf
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.device import Device

@@ -13,9 +13,8 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from pretrain.checkpoint.convert.export_trainer import export_trainer
 from pretrain.checkpoint.convert.plan_export import check_has_states, plan_export
-from pretrain.checkpoint.convert.universal import convert
+from pretrain.checkpoint.convert.universal import convert, export_trainer
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.commands.export import main as export_main

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from pretrain.checkpoint.convert.diff import diff
-from pretrain.checkpoint.convert.import_hf import import_hf
+from pretrain.checkpoint.convert.write_weights import import_hf
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, tokenizer_of
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer

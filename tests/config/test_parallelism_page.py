@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.config import feature_rules, layout_rules, run_rules
+from pretrain.config import layout_rules, run_rules
 from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, OPTIMIZERS
 from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
@@ -43,7 +43,6 @@ SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "8-bit AdamW": ((1, 3), {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-3}}}, {}),
     "recomputation": ((1, 3), {"pipeline": {"activation_checkpoint_interval": 1}}, {}),
     "`--compile_blocks`": ((1, 3), {}, {"compile_blocks": True}),
-    "`--fp8`": ((1, 3), {}, {"fp8": "rowwise"}),
     "`--document_attention`": ((1, 3), {}, {"document_attention": True}),
     "`--adaptive_clipping`": ((1, 3), {}, {"adaptive_clipping": 90.0}),
     "`--gradient_value_clipping`": ((1, 3), {}, {"gradient_value_clipping": 1.0}),
@@ -111,8 +110,6 @@ def optimizer_cells(kind: str) -> list[str]:
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every package and library seem installed: the tables do not depend on this machine."""
     monkeypatch.setattr(run_rules, "find_spec", lambda name: name)
-    monkeypatch.setattr(feature_rules, "find_spec", lambda name: name)
-    monkeypatch.setattr(feature_rules, "version", lambda name: "2.13")
     monkeypatch.setattr(layout_rules, "find_library", lambda name: name)
 
 
@@ -139,5 +136,5 @@ def test_the_table_of_the_optimizers_is_that_of_the_rules(subtests: pytest.Subte
 
 
 if __name__ == "__main__":
-    run_rules.find_spec = feature_rules.find_spec = layout_rules.find_library = lambda name: name  # type: ignore[assignment]
+    run_rules.find_spec = layout_rules.find_library = lambda name: name  # type: ignore[assignment]
     print("\n".join(["", *combinations_table(), "", *settings_table()]))

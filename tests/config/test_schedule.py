@@ -22,7 +22,7 @@ from transformers import (
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_flags
 from pretrain.config.make_schedule import make_schedule
-from pretrain.config.run_length import RunLength, run_length
+from pretrain.config.plan import RunLength, run_length
 from pretrain.config.schedule import DECAY_SHAPES, KINDS, Schedule, rate_factor, schedule_from_json
 from pretrain.data.token_schedules import BatchSizes, fixed_batch
 from pretrain.errors import ConfigError

@@ -16,7 +16,7 @@ from pretrain.config.ds_json.check_keys import check_json_keys, suggest_key
 from pretrain.config.ds_json.optimizers import KNOWN_NAMES, SCHEDULERS, optimizer_params
 from pretrain.config.ds_json.read import DsFile, read_ds_config
 from pretrain.config.ds_json.schema import TREE, Key, Tree
-from pretrain.distributed.deepspeed_version import TESTED, deepspeed_version, is_at_least
+from pretrain.distributed.requirements import TESTED, deepspeed_version, is_at_least
 from pretrain.engine.parallelism import engine_config
 from pretrain.errors import ConfigError
 from tests.support.layouts import HAS_EXPERTS

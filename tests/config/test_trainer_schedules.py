@@ -10,7 +10,7 @@ from transformers.trainer_utils import SchedulerType
 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.make_schedule import make_schedule
-from pretrain.config.run_length import run_length
+from pretrain.config.plan import run_length
 from pretrain.config.trainer_schedules import schedule_flags
 from pretrain.data.token_schedules import fixed_batch
 

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from pretrain.commands.check import main as check
-from pretrain.config import feature_rules
 from pretrain.config.ds_json.read import get_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import Plan
 from pretrain.config.validate import check_run
 from pretrain.data.token_files.writer import IndexedWriter
-from pretrain.distributed.deepspeed_version import deepspeed_version
 from pretrain.distributed.device import Device, cpu_device, detect_device
+from pretrain.distributed.requirements import deepspeed_version
 from pretrain.errors import ConfigError
 from tests.support.effort import HEAVY, run_and_list_imports
 from tests.support.wrapped_models import WRAPPED_MODELS, needs_wrapped
@@ -190,19 +189,6 @@ def test_tf32_needs_a_gpu_that_has_it(world: Path) -> None:
     assert plan_of(world, {"bf16": NOTHING}, device=CUDA, tf32=True).args.tf32
     with pytest.raises(ConfigError, match="--tf32: this GPU has no TF32"):
         plan_of(world, {"bf16": NOTHING}, device=old, tf32=True)
-
-
-def test_fp8_needs_a_gpu_that_has_it(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_rules, "find_spec", lambda name: name)
-    monkeypatch.setattr(feature_rules, "version", lambda name: "2.13")
-    old = Device("cuda", fp16=True, bf16=True, memory_bytes=0, fp8=False)
-    plan = plan_of(world, {}, device=CUDA, fp8="rowwise")
-    assert plan.layout.fp8
-    assert any("without --compile_blocks" in note for note in plan.notes)
-    cpu = Device("cpu", fp16=False, bf16=True, memory_bytes=0, fp8=False)
-    assert any("emulated" in note for note in plan_of(world, {}, device=cpu, fp8="tensorwise").notes)
-    with pytest.raises(ConfigError, match="--fp8: this GPU has no products in FP8"):
-        plan_of(world, {}, device=old, fp8="rowwise")
 
 
 def test_a_scheduler_of_the_json_replaces_the_flags(world: Path) -> None:

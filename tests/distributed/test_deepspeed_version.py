@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.distributed.deepspeed_version import TESTED
+from pretrain.distributed.requirements import TESTED
 from tests.support.launch import ROOT, WORKERS, run_ranks
 from tests.test_train import _flags, losses
 

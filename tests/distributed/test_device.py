@@ -1,5 +1,6 @@
 """The device of a rank: which operators can be compiled for it, and whether each rank has one."""
 
+import math
 import re
 import stat
 from pathlib import Path
@@ -88,18 +89,18 @@ def test_without_nvidia_smi_the_run_is_for_another_machine(monkeypatch):
 A100, A30, H100 = "8.0, 81920, GPU-a1, NVIDIA A100", "8.0, 24576, GPU-a2, NVIDIA A30", "9.0, 81920, GPU-h1, NVIDIA H100"
 
 
-@pytest.mark.parametrize(("visible", "gpus", "memory_gib", "fp8", "kinds"), [
-    (None, [A100, A100], 80, False, 0), ("1", [A100, A30], 24, False, 2), ("GPU-a1", [A100, A30], 80, False, 0),
-    ("GPU-h", [A100, H100], 80, True, 0), ("0,1", [H100, A30], 24, False, 2), ("MIG-x", [H100], 0, True, 0),
-    ("0,-1,7", [H100, H100], 80, True, 0), ("3", [], 0, True, 0)])
-def test_a_run_is_planned_for_the_weakest_visible_gpu(visible, gpus, memory_gib, fp8, kinds, monkeypatch):
+@pytest.mark.parametrize(("visible", "gpus", "memory_gib", "capability", "kinds"), [
+    (None, [A100, A100], 80, 8, 0), ("1", [A100, A30], 24, 8, 2), ("GPU-a1", [A100, A30], 80, 8, 0),
+    ("GPU-h", [A100, H100], 80, 9, 0), ("0,1", [H100, A30], 24, 8, 2), ("MIG-x", [H100], 0, 9, 0),
+    ("0,-1,7", [H100, H100], 80, 9, 0), ("3", [], 0, math.inf, 0)])
+def test_a_run_is_planned_for_the_weakest_visible_gpu(visible, gpus, memory_gib, capability, kinds, monkeypatch):
     """CUDA and nvidia-smi number GPUs of different kinds differently; then all of them count."""
     monkeypatch.setattr(device, "nvidia_smi", lambda fields: gpus)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = cuda_device()
-    assert (found.memory_bytes, found.fp8, len(found.kinds)) == (memory_gib * 2**30, fp8, kinds)
+    assert (found.memory_bytes, found.capability, len(found.kinds)) == (memory_gib * 2**30, capability, kinds)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert len(cuda_device().kinds) == (2 if visible == "0,1" else 0)
 

@@ -185,7 +185,7 @@ def test_each_rank_sends_one_digest_however_many_there_are(monkeypatch: pytest.M
         for rank in reversed(range(size)):  # rank 0 answers when all others have posted
             if rank > 0:
                 digest = hashlib.sha256(json.dumps([("--seed", "1")]).encode()).hexdigest()
-                RankStore(store, rank, size, 9.0).post(key_of(equal_ranks._DIGESTS, rank), digest, str)
+                RankStore(store, rank, size, 9.0).post(key_of(equal_ranks._DIGESTS, rank), digest)
         for rank in (0, 1, size - 1):
             store.operations = store.received = 0
             check_equal_ranks(dataclasses.replace(TWO, rank=rank, size=size), {"--seed": "1"}, on_one_host=True,

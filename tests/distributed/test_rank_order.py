@@ -12,8 +12,8 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 
 from pretrain.config.layout import Layout
-from pretrain.distributed.deepspeed_version import EXPERTS_SINCE, is_at_least
 from pretrain.distributed.parallel_groups import RankOrder
+from pretrain.distributed.requirements import EXPERTS_SINCE, is_at_least
 from pretrain.engine.expert_parallelism import create_expert_group
 from pretrain.engine.parallelism import rank_order
 

@@ -9,8 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from pretrain.distributed.deepspeed_version import TESTED
-from pretrain.distributed.requirements import check_requirements, requirements
+from pretrain.distributed.requirements import TESTED, check_requirements, requirements
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
 

@@ -1,4 +1,4 @@
-"""Defects of DeepSpeed (`pretrain/engine/patches/defects.py`): results are right with this package.
+"""Defects of DeepSpeed (`pretrain/engine/patches/apply.py`): results are right with this package.
 
 `test_reproducers.py` shows the defects in DeepSpeed alone.
 """

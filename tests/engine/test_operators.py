@@ -14,7 +14,7 @@ from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device
 from pretrain.engine import chosen_operators as operators
 from pretrain.engine.chosen_operators import choose_attention
-from pretrain.model.attention_on_cuda import expected_operator
+from pretrain.model.attention_memory import expected_operator
 from pretrain.model.kernels import flex_attention
 from tests.support.model_shapes import SHAPES, write_config
 

@@ -1,10 +1,10 @@
-"""Scores of tokens against torch's log_softmax. Layouts: tests/extensions/tasks."""
+"""Scores of tokens against torch's log_softmax."""
 
 import pytest
 import torch
 
-from pretrain.model.kernels import token_scores as module
-from pretrain.model.kernels.token_scores import token_scores
+from pretrain.model.kernels import vocabulary_shards as module
+from pretrain.model.kernels.vocabulary_shards import token_scores
 from pretrain.model.layers.vocabulary import TrainingLoss
 
 

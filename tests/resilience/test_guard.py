@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.config.run_length import RunLength
+from pretrain.config.plan import RunLength
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.read_order import read_order
 from pretrain.data.token_schedules import fixed_batch

@@ -1,18 +1,12 @@
 """DeepSpeed JSONs and flags for the cases of worker.py. Each case takes about a second."""
 
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
-from packaging.version import Version
-
-from pretrain.config.feature_rules import TORCH_SINCE
-from pretrain.distributed.deepspeed_version import NVME_SINCE, is_at_least
+from pretrain.distributed.requirements import NVME_SINCE, is_at_least
 from pretrain.engine.build_ops import why_not_compilable
 
 # why NVMe offload cannot be tested here; "" if it can
 NO_NVME = why_not_compilable("AsyncIOBuilder") if is_at_least(NVME_SINCE) else f"needs DeepSpeed {NVME_SINCE}"
-HAS_FP8 = Version(version("torch")) >= Version(TORCH_SINCE) and find_spec("torchao") is not None
 CPU = {"device": "cpu"}
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pretrain.distributed.deepspeed_version import EXPERTS_SINCE, is_at_least
+from pretrain.distributed.requirements import EXPERTS_SINCE, is_at_least
 from tests.support.cases import config
 from tests.support.launch import run_worker
 

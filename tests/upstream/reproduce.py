@@ -1,4 +1,4 @@
-"""Run the reproducers of DeepSpeed's defects, and compare what they find with the table in defects.py.
+"""Run the reproducers of DeepSpeed's defects, and compare what they find with pretrain/engine/patches/apply.py.
 
     python -m tests.upstream.reproduce            # all defects, with this environment's DeepSpeed
     python -m tests.upstream.reproduce A B --python /envs/a/bin/python /envs/b/bin/python
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.cli import Parser, run_main
-from pretrain.engine.patches.defects import DEFECTS, MEASURED, find_defect
+from pretrain.engine.patches.apply import DEFECTS, MEASURED, find_defect
 from pretrain.errors import ConfigError, shorten
 from tests.upstream.run_forks import CANNOT_RUN, CORRECT, DEFECTIVE
 

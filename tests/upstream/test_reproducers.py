@@ -1,7 +1,7 @@
 """The reproducers of DeepSpeed's defects find in the installed version what the table of the defects says.
 
 If a row fails, this DeepSpeed has fixed the defect, or has brought it back: enter the version into
-`pretrain/engine/patches/defects.py`. A work-around that no supported version needs can be deleted.
+`pretrain/engine/patches/apply.py`. A work-around that no supported version needs can be deleted.
 
 Running them all is slow. `tests/versions.sh` does it for each version of DeepSpeed.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.engine.patches.defects import DEFECTS, find_defect
+from pretrain.engine.patches.apply import DEFECTS, find_defect
 from tests.support.launch import ROOT
 from tests.upstream import reproduce
 

@@ -19,7 +19,7 @@ from pretrain.errors import ConfigError
 from pretrain.remote import is_url
 
 _LONGEST_DEFAULT = 2048  # tokens; longest default --seq_length for weights that no run of this program trained
-_MOST_SAMPLES = 10**8  # of one evaluation; a larger number comes from a damaged record
+_MOST_SAMPLES = 10**8  # most samples of one evaluation; a larger number comes from a damaged record
 SPLITS = ("train", "valid", "test")
 
 

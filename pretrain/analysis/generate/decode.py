@@ -58,7 +58,7 @@ class Completion:
     """The continuation of one prompt. `_Watcher` adds tokens until `finish_reason` is set."""
 
     prompt: EncodedPrompt
-    index: int  # of the text, among all texts of this command; selects its random numbers
+    index: int  # number of the text among all texts of this command; selects its random numbers
     tokens: list[int] = field(default_factory=list)  # generated, including the token that ended the text
     text: str = ""  # without that token, and without the stop text
     finish_reason: str = ""  # "eos" (an end token), "stop" (a stop text) or "length"

@@ -15,7 +15,7 @@ from pretrain.progress import ProgressBar
 class Difference:
     """One weight or optimizer state in which two checkpoints differ."""
 
-    name: str  # of the parameter; "optimizer" for a difference that no single parameter has
+    name: str  # the parameter's name; "optimizer" for a difference that no single parameter has
     state: str  # "fp32" (the weights), "exp_avg" ..., "buffer"; "" if the parameter's shapes differ
     max_abs: float | None  # largest absolute difference; None: it cannot be computed, and `reason` says why
     reason: str = ""

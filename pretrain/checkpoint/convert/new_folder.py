@@ -17,8 +17,8 @@ from typing import NoReturn
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of, write_atomically
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.checkpoint.format.run_checkpoints import step_of
-from pretrain.errors import ConfigError, one_line
-from pretrain.paths import check_folder, free_bytes, fsync, lock
+from pretrain.errors import ConfigError, file_errors, one_line
+from pretrain.paths import check_folder, free_bytes, fsync, lock, status_of
 from pretrain.stored_json import build, read_object
 
 # file in the output folder: the name of the conversion, the SHA-256 of the checkpoint's manifest, size and SHA-256 of
@@ -33,11 +33,7 @@ def check_new_folder(out: Path, *, or_same_conversion: bool = True) -> None:
     Args:
         or_same_conversion: accept an existing output of a conversion. `fill_new_folder` then compares both.
     """
-    try:
-        exists, is_output = out.exists(), (out / SOURCE).is_file() and or_same_conversion
-    except OSError:
-        exists = is_output = False
-    if exists and not is_output:
+    if os.path.exists(out) and not (or_same_conversion and os.path.isfile(out / SOURCE)):
         raise _already_exists_error(out, "of this conversion" if or_same_conversion else "")
     check_folder(out, str(out), is_new=True)
 
@@ -105,10 +101,8 @@ def _locked_folder(folder: Path, out: Path) -> Iterator[None]:
 
 def _is_open_folder(folder: Path, opened: int) -> bool:
     """Return whether the path still names the opened folder, which may have been renamed."""
-    try:
-        return os.path.samestat(folder.stat(), os.fstat(opened))
-    except OSError:
-        return False
+    status = status_of(folder)
+    return status is not None and os.path.samestat(status, os.fstat(opened))
 
 
 @contextlib.contextmanager
@@ -140,11 +134,9 @@ def fill_new_folder(folder: Path, out: Path, conversion: str,
         conversion: name and options of the conversion, for example "export bf16".
         write: may return the records of files that it has hashed. The other files are hashed afterwards.
     """
-    try:
+    with file_errors(folder, "its manifest cannot be read any more: {}",
+                     "if a run removes old checkpoints now, export a checkpoint that it keeps"):
         manifest = (folder / MANIFEST).read_bytes()
-    except OSError as error:
-        raise ConfigError(str(folder), problem=f"its manifest cannot be read any more: {error.strerror or error}",
-                          remedy="if a run removes old checkpoints now, export a checkpoint that it keeps") from error
     source = {"what": conversion, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
     if out.exists():
         if _is_same_conversion(out, source):
@@ -168,12 +160,11 @@ def _already_exists_error(out: Path, accepted: str) -> ConfigError:
 
 def _is_same_conversion(out: Path, source: dict[str, str]) -> bool:
     """Return whether the SOURCE file of `out` matches `source`, and every file has its recorded size."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = read_object(out / SOURCE)
         files = build(dict[str, FileRecord], found.pop("files", None))
         return found == source and all((out / name).stat().st_size == record.bytes for name, record in files.items())
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def output_summary(out: Path) -> str:

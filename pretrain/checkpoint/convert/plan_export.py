@@ -58,14 +58,14 @@ model = AutoModelForCausalLM.from_pretrained("{name}"){load_tokenizer}
 class ExportPlan:
     """A checked export."""
 
-    folder: Path  # of the checkpoint
+    folder: Path  # the checkpoint's
     manifest: Manifest
     config: ModelConfig
     out: Path
     dtype: str  # "fp32", "bf16" or "fp16"
     shard_bytes: int  # largest size of a weights file, unless one tensor is larger
     tokenizer: Tokenizer | None
-    notes: tuple[str, ...]  # for the user
+    notes: tuple[str, ...]  # shown to the user
 
     @property
     def run(self) -> Path | None:

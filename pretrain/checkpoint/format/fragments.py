@@ -33,7 +33,7 @@ class Fragment:
     """Consecutive elements of what a rank has of a parameter, within a flat tensor. All numbers count elements."""
 
     name: str  # as in engine.module.named_parameters()
-    shape: tuple[int, ...]  # of the complete parameter
+    shape: tuple[int, ...]  # shape of the complete parameter
     start: int  # index of the first element in the flattened part, or in the flattened complete parameter
     length: int
     offset: int  # index of the first element in the flat tensor
@@ -60,8 +60,8 @@ class FlatTensor:
     parameter: torch.Tensor  # empty while it is swapped out to NVMe
     numel: int  # also right while `parameter` is empty
     fragments: tuple[Fragment, ...]
-    files: tuple[FileLocation, FileLocation] | None  # of the tensor, and of the dict of its optimizer states, in this
-    # rank's files; None: another rank writes them
+    files: tuple[FileLocation, FileLocation] | None  # locations of the tensor, and of the dict of its optimizer
+    # states, in this rank's files; None: another rank writes them
 
 
 def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:

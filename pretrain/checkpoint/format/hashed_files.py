@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,12 +105,10 @@ class HashedFile:
     def _write_and_hash(self, view: memoryview) -> None:
         hashed = self._hasher.submit(self._hash, view)
         try:
-            written = 0
-            while written < len(view):
-                written += os.write(self._descriptor, view[written:])
-        except OSError as error:
-            self._error = error
-            raise
+            with self._remembered_errors():
+                written = 0
+                while written < len(view):
+                    written += os.write(self._descriptor, view[written:])
         finally:
             hashed.result()
         if len(view) == _CHUNK_BYTES:
@@ -130,8 +129,13 @@ class HashedFile:
             self._group.sync(self.path, self._descriptor)  # which closes the descriptor
             self._descriptor = -1
             return
-        try:
+        with self._remembered_errors():
             os.fsync(self._descriptor)
+
+    @contextlib.contextmanager
+    def _remembered_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self._error = error
             raise

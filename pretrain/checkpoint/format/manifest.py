@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pretrain.checkpoint.format.hashed_files import FileRecord
-from pretrain.config.flags.overrides import RECIPE_FLAGS, OverrideRecord
+from pretrain.config.flags.check_flags import RECIPE_FLAGS, OverrideRecord
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import DROPOUTS, Branch, Origin, initialization_of
 from pretrain.config.schedule import Schedule
@@ -86,9 +86,9 @@ class DataRecord(TypedDict, total=False):
     sample_order: str
     order_samples: int
     packing: str
-    items: int  # of a dataset of --dataset_module, which has no files
+    items: int  # number of items of a dataset of --dataset_module, which has no files
     own_fingerprint: str  # as its fingerprint() returned it
-    prefix: str  # of one of several sources
+    prefix: str  # prefix of one of several sources
     sources: "list[DataRecord]"  # in the order of `SampleDataset.sources`
     proportions: "list[Proportions]"
 
@@ -99,9 +99,9 @@ class AdoptedRecord(TypedDict, total=False):
     program: str
     folder: str
     unknown: list[str]  # fields of the manifest that the program does not record: they have any value
-    learning_rate: float | None  # of its last step
+    learning_rate: float | None  # rate of its last step
     next_rate: float | None  # learning rate of the step after that
-    skipped_steps: int  # of fp16, included in the count of steps
+    skipped_steps: int  # steps that fp16 skipped, included in the count of steps
     losses: dict[str, str]  # what was not taken over, by the names of --accept_without, and why
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest
-from pretrain.errors import ConfigError, counted, printable, shorten
-from pretrain.paths import for_each_file
-from pretrain.stored_json import open_regular, parse_json, read_text, reason_of
+from pretrain.errors import ConfigError, counted, file_errors, printable, reason_of, shorten
+from pretrain.paths import for_each_file, status_of
+from pretrain.stored_json import open_regular, parse_json, read_text
 
 ReadManifest = Callable[[Path], Manifest]  # raises ConfigError
 LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest checkpoint, for plain DeepSpeed
@@ -84,12 +84,10 @@ def head_of(text: str) -> str:
 
 def _parse(folder: Path, read: Callable[[Path], Manifest]) -> Manifest:
     path = folder / MANIFEST
-    try:
+    remedy = "use another checkpoint"
+    with file_errors(path, "the manifest cannot be read: {}", remedy), \
+            file_errors(path, "the manifest is damaged: {}", remedy, (ValueError,)):
         manifest = read(path)
-    except (OSError, ValueError) as error:
-        what = "cannot be read" if isinstance(error, OSError) else "is damaged"
-        problem = f"the manifest {what}: {reason_of(error)}"
-        raise ConfigError(str(path), problem=problem, remedy="use another checkpoint") from None
     if step_of(folder) not in (-1, manifest.step):
         problem = f"the manifest is of step {manifest.step}, but the folder's name says step {step_of(folder)}"
         raise ConfigError(str(path), problem=problem, remedy=f"rename the folder to global_step{manifest.step}")
@@ -98,11 +96,8 @@ def _parse(folder: Path, read: Callable[[Path], Manifest]) -> Manifest:
 
 def _size(file: Path) -> int | None:
     """Return the size in bytes; None if there is no regular file."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+    status = status_of(file)
+    return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
 
 def step_of(folder: Path) -> int:
@@ -183,10 +178,9 @@ def no_good_checkpoint(checkpoints: Path, reasons: list[str]) -> ConfigError:
 
 def latest_name(checkpoints: Path) -> str:
     """Return the checkpoint's name in `latest`, or "". After a resume from an older step, it is not the newest one."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return read_text(checkpoints / LATEST_FILE).strip()
-    except (OSError, ValueError):
-        return ""
+    return ""
 
 
 def latest_problem(checkpoints: Path, newest: Path) -> str | None:
@@ -197,7 +191,7 @@ def latest_problem(checkpoints: Path, newest: Path) -> str | None:
     except FileNotFoundError:
         return f"{path}: there is no such file, and plain DeepSpeed reads it"
     except (OSError, ValueError) as error:
-        return f"{path}: the file cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})"
+        return f"{path}: the file cannot be read ({reason_of(error)})"
     if name == newest.name:
         return None
     if not name:

@@ -30,7 +30,7 @@ from pretrain.checkpoint.format.fragments import (
     flat_tensors,
     group_of,
 )
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, file_errors
 from pretrain.model.parameters import Part
 from pretrain.paths import for_each_file
 from pretrain.stored_json import build, parse_json, read_text
@@ -38,7 +38,7 @@ from pretrain.stored_json import build, parse_json, read_text
 # buffers of the model by name: a key of each model-states file, or a file of a checkpoint of weights alone
 BUFFERS, BUFFERS_FILE = "buffers", "buffers.safetensors"
 FP32 = "fp32"  # name under which the master weights are listed with the optimizer states
-FORMAT_WITH_PARTS = 2  # of an index that has parts of parameters; indexes without "format" have none
+FORMAT_WITH_PARTS = 2  # format of an index that has parts of parameters; indexes without "format" have none
 # class name -> its name of a state -> the family's name; None: the class stores this state but never uses it
 _RENAMED_STATES: dict[str, dict[str, str | None]] = {
     "DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPULion": {"exp_avg_sq": None}}
@@ -122,7 +122,7 @@ def state_name(class_name: str, key: str) -> str | None:
 class StoredFragment(Fragment):
     """A fragment in the checkpoint's files."""
 
-    states: dict[str, FileLocation]  # of flat tensors: of the weights (FP32), of optimizer states by the family's names
+    states: dict[str, FileLocation]  # flat tensors: weights (FP32), and optimizer states by the family's names
     group: dict[str, Any]  # settings of the parameter group (lr, betas ...)
 
 
@@ -132,7 +132,7 @@ class StoredParameters:
 
     folder: Path
     optimizer: str = ""  # class name of the base optimizer
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of complete parameters
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of complete parameters
     fragments: dict[str, list[StoredFragment]] = field(default_factory=dict)  # without copies
     states: dict[str, None] = field(default_factory=dict)  # FP32, and the names of elementwise optimizer states
     scalars: dict[str, float] = field(default_factory=dict)
@@ -145,10 +145,8 @@ def read_index_texts(folder: Path) -> dict[str, str]:
 
 
 def _text_of(path: Path) -> str:
-    try:
+    with file_errors(path, "the shard index cannot be read: {}", "use another checkpoint", (OSError, ValueError)):
         return read_text(path)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from None
 
 
 def parse_shard_indexes(folder: Path, texts: Mapping[str, str]) -> StoredParameters:

@@ -3,6 +3,7 @@
 Pickles are scanned without torch and without reading tensors.
 """
 
+import contextlib
 import heapq
 import os
 import pickletools
@@ -133,10 +134,9 @@ def files_of_rank(names_with_sizes: Mapping[str, int], rank: int, world_size: in
 
 def has_only_usual_globals(path: Path) -> bool:
     """Return whether the file is in torch.save's zip format and needs only USUAL_GLOBALS."""
-    try:
+    with contextlib.suppress(OSError, ValueError, struct.error, zipfile.BadZipFile):
         return pickle_globals(path) <= USUAL_GLOBALS
-    except (OSError, ValueError, struct.error, zipfile.BadZipFile):
-        return False
+    return False
 
 
 def pickle_globals(path: Path) -> set[str]:

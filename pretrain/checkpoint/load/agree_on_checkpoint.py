@@ -30,13 +30,13 @@ from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damag
 from pretrain.checkpoint.load.hf_folder import HFFolder, expected_hashes, hash_files
 from pretrain.checkpoint.load.init_from import InitialWeights, find_branch
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
-from pretrain.checkpoint.save.commit import remove_leftovers, write_latest
+from pretrain.checkpoint.save.commit import remove_leftovers, save_errors, write_latest
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints
 from pretrain.checkpoint.save.retention import abandoned_save_ids, move_abandoned
 from pretrain.checkpoint.save.writer import wait_for_writers
 from pretrain.config.plan import Plan
 from pretrain.data.samples.dataset import source_records
-from pretrain.distributed.collectives import from_rank_0, gather, gather_problems, wait_until_all
+from pretrain.distributed.collectives import from_rank_0, gather, gather_problems, rejected_together, wait_until_all
 from pretrain.errors import ConfigError, SaveError
 from pretrain.progress import ProgressBar
 from pretrain.remote import without_credentials
@@ -84,13 +84,8 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
 def _make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
     """Return the result of `make_resume`; only rank 0 reads run.json. Raises a ConfigError on every rank. Collective.
     """
-    rejected: list[str] = []
-    try:
+    with rejected_together():
         resume = make_resume(folder, manifest, warnings, plan, with_record=dist.get_rank() == 0)
-    except ConfigError as error:
-        rejected = [str(error)]
-    if lines := gather_problems(rejected):
-        raise ConfigError.from_line(lines[0])
     return resume
 
 
@@ -117,10 +112,8 @@ def _other_data(where: str, host: str, first: str) -> ConfigError:
 
 
 def _next(candidates: Iterator[Candidate]) -> Candidate | None:
-    try:
+    with save_errors("the run folder"):
         return next(candidates, None)
-    except OSError as error:  # of the run folder's file system
-        raise SaveError(str(error)) from error
 
 
 def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
@@ -148,7 +141,7 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
         yield str(error)  # the run can still resume from a local checkpoint
     if plan.args.resume == "never":
         reject_overwrite([*local.values(), *(f"{without_credentials(str(mirror))}/{tag}" for tag in mirrored.values())])
-    not_finite: list[Path] = []  # of steps above this one, not reported yet: one line reports all of them
+    not_finite: list[Path] = []  # checkpoints of steps above this one, not reported yet: one line reports all of them
     for step in sorted(local.keys() | mirrored.keys(), reverse=True):
         found = manifest_or_error(local[step]) if step in local else None
         if isinstance(found, ConfigError):
@@ -242,14 +235,9 @@ def _manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
 def reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
     """Raise ConfigError, on every rank, if a pickle needs a class outside the allow-list of `pickles.py`."""
     sizes = {name: size for name, size in manifest.sizes.items() if name.endswith(".pt")}
-    rejected: list[str] = []
-    for name in files_of_rank(sizes, dist.get_rank(), dist.get_world_size()):
-        try:
+    with rejected_together():
+        for name in files_of_rank(sizes, dist.get_rank(), dist.get_world_size()):
             load_pickle(folder / name, mmap=True)
-        except ConfigError as error:
-            rejected.append(str(error))
-    if lines := gather_problems(rejected):
-        raise ConfigError.from_line(lines[0])
 
 
 def verify_weights(weights: InitialWeights) -> None:

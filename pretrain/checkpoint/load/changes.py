@@ -16,11 +16,10 @@ from pretrain.checkpoint.format.manifest import (
     schedule_values,
     scheduler_source,
 )
-from pretrain.config.flags.overrides import RECIPE_FLAGS, Change
+from pretrain.config.flags.check_flags import RECIPE_FLAGS, Change
 from pretrain.config.make_schedule import default_warmup_steps, make_schedule
 from pretrain.config.model_of_run import DROPOUTS, initialization_of
-from pretrain.config.plan import Plan
-from pretrain.config.run_length import RunLength
+from pretrain.config.plan import Plan, RunLength
 from pretrain.config.schedule import FIELD_OF_FLAG, KINDS, phases_text, schedule_from_json
 from pretrain.data.samples.read_order import recorded_read_order
 from pretrain.errors import ConfigError
@@ -32,7 +31,7 @@ _OPTIMIZER_OVERRIDES = {"lr": "lr", "muon_lr": "lr", "adam_lr": "lr", "weight_de
                         "betas": "betas", "momentum": "betas", "eps": "eps"}
 _SAME_UPDATE = ("torch_adam", "fused", "foreach")  # another implementation of the same formula
 _SAME_RATE = 1e-4  # relative difference
-_RATES = ("warmup_max_lr", "warmup_min_lr")  # of the JSON's scheduler: "auto" takes them from the optimizer's lr
+_RATES = ("warmup_max_lr", "warmup_min_lr")  # rates of the JSON's scheduler: "auto" takes them from the optimizer's lr
 
 
 def changes_of(manifest: Manifest, plan: Plan, folder: Path, named: frozenset[str]) -> list[Change]:
@@ -117,7 +116,7 @@ def _recipe(manifest: Manifest, plan: Plan) -> Iterator[Change]:
     for flag, name in RECIPE_FLAGS.items():
         if name == "samples" and is_same_order:  # however its flags write it
             continue
-        default = getattr(type(plan.args), flag, None)  # of a flag that the checkpoint does not record
+        default = getattr(type(plan.args), flag, None)  # the value of a flag that the checkpoint does not record
         yield from _pairs(name, {f"--{flag}": (manifest.recipe.get(flag, default), current[flag])})
 
 
@@ -213,7 +212,7 @@ def _at_this_rate(saved: dict[str, Any], planned: dict[str, Any], plan: Plan) ->
     own = {"peak": planned["peak"]}
     if saved.get("peak") != planned["peak"] and "min_lr" in plan.schedule_flags:
         own["min_ratio"] = planned["min_ratio"]
-    return schedule_values(schedule_from_json({**saved, **own}))  # with the fields of later versions
+    return schedule_values(schedule_from_json({**saved, **own}))  # it has the fields of later versions
 
 
 def _reject_other_flags(plan: Plan, manifest: Manifest, kept: dict[str, Any], planned: dict[str, Any],

@@ -4,7 +4,8 @@ import json
 import mmap
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -17,7 +18,7 @@ from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, check_links, find_tokenizer_file, load_tokenizer
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, file_errors, shorten
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.hf_names import HEAD, tensor_rules
 from pretrain.progress import ProgressBar
@@ -178,7 +179,7 @@ def _read_headers(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a safetensors file by name. Raises ConfigError if the file is damaged or truncated."""
-    try:
+    with file_errors(path), _damaged_file(path):
         with open(path, "rb") as file:
             if file.read(8) == b"version ":
                 raise ConfigError(str(path), problem="this is a pointer of Git LFS, not the weights",
@@ -187,9 +188,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
             return {name: StoredTensor(path.name, name, part.get_dtype(), tuple(part.get_shape()))
                     for name, part in slices.items()}
-    except OSError as error:
-        raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
-    except SafetensorError as error:  # the library compares all sizes and positions with the file
+
+
+@contextmanager
+def _damaged_file(path: Path) -> Iterator[None]:
+    """Raise ConfigError if the safetensors library, which compares all sizes and positions, rejects the file."""
+    try:
+        yield
+    except SafetensorError as error:
         if "unknown variant" in str(error):
             raise ConfigError(str(path), problem=f"it has a data type that this program does not know: "
                               f"{shorten(str(error))}", remedy="use weights that are not quantized") from None
@@ -234,12 +240,8 @@ class _Index(TypedDict):
 def _read_index(path: Path) -> dict[str, str]:
     """Return the map from tensors to files of a model.safetensors.index.json."""
     weight_map: dict[str, str] = {}
-    try:
+    with file_errors(path), suppress(ValueError):  # an empty map is rejected below
         weight_map = build(_Index, read_json(path))["weight_map"]
-    except OSError as error:
-        raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
-    except ValueError:
-        pass  # rejected below
     if not weight_map or not all(file.endswith(".safetensors") and Path(file).name == file
                                  and len(file.encode()) <= _LONGEST_NAME for file in weight_map.values()):
         raise ConfigError(str(path), problem='it is not a JSON object with a "weight_map" from tensors to '
@@ -314,11 +316,9 @@ def expected_hashes(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
         path = folder / file
         if path.is_symlink() and _SHA256.fullmatch(path.resolve().name):
             recorded[file] = path.resolve().name
-    try:
+    with suppress(OSError, ValueError):  # the folder was not written by this program
         source = build(_Source, read_json(folder / "source.json"))
         recorded |= {file: source["files"][file].sha256 for file in files if file in source["files"]}
-    except (OSError, ValueError):
-        pass  # the folder was not written by this program
     return recorded
 
 
@@ -334,10 +334,8 @@ def hash_files(found: HFFolder, advance: Callable[[int, str], None] | None = Non
     recorded, result = expected_hashes(found.folder, found.files), {}
     for file in found.files:
         path = found.folder / file
-        try:
+        with file_errors(path):
             record = FileRecord(path.stat().st_size, sha256_of(path))
-        except OSError as error:
-            raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
         if record.sha256 != recorded.get(file, record.sha256):
             raise ConfigError(str(path), found=f"SHA-256 {record.sha256[:16]}...",
                               expected=f"{recorded[file][:16]}..., as recorded when it was written",
@@ -353,7 +351,7 @@ class HFTokenizer:
     """The tokenizer files of a transformers folder."""
 
     files: tuple[Path, ...]
-    fingerprint: str  # of the file that load_tokenizer reads
+    fingerprint: str  # SHA-256 of the file that load_tokenizer reads
     notes: tuple[str, ...] = ()  # special tokens that differ from the config.json
 
 

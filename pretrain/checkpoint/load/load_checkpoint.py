@@ -41,7 +41,7 @@ from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.save_checkpoint import FileEngine, own_buffers
 from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, optimizer_family
 from pretrain.config.plan import Plan
-from pretrain.distributed.collectives import any_rank, from_rank_0, gather_problems
+from pretrain.distributed.collectives import any_rank, from_rank_0, rejected_together
 from pretrain.engine.optimizer import restore_settings
 from pretrain.engine.patches import pipeline as pipeline_patches
 from pretrain.engine.recipe import set_recipe_states
@@ -93,7 +93,7 @@ def _check_weights(engine: DeepSpeedEngine, folder: Path) -> list[str]:
     flats = flat_tensors(engine)
     shapes = {fragment.name: fragment.shape for flat in flats for fragment in flat.fragments}
     check = WeightCheck(engine, folder, lambda name, index: element(name, shapes[name], index))
-    with _rejected_together():
+    with rejected_together():
         for flat in flats:
             check.add(flat)
     return check.warnings()
@@ -106,7 +106,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
     same ConfigError on every rank if the checkpoint has another model or optimizer, if the optimizer is not
     elementwise, or if a file is damaged.
     """
-    with torch.no_grad(), _rejected_together():
+    with torch.no_grad(), rejected_together():
         reader = open_checkpoint(folder)
         _check_optimizer(engine, reader)
         _check_shapes(engine, reader)
@@ -133,7 +133,7 @@ def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> list[str]:
     Returns warnings about weights. Optimizer, schedule, counters and random numbers remain as in a new run. Collective;
     raises the same ConfigError on every rank.
     """
-    with torch.no_grad(), _rejected_together():
+    with torch.no_grad(), rejected_together():
         reader = HFWeights(source) if isinstance(source, HFFolder) else open_checkpoint(source)
         _check_shapes(engine, reader)
         _fill_buffers(engine, reader)
@@ -149,18 +149,6 @@ def load_weights(engine: DeepSpeedEngine, source: HFFolder | Path) -> list[str]:
     with torch.no_grad():
         update_16bit_weights(engine)
     return check.warnings()
-
-
-@contextlib.contextmanager
-def _rejected_together() -> Iterator[None]:
-    """Raise the first rank's ConfigError on every rank; collective."""
-    rejection: list[str] = []
-    try:
-        yield
-    except ConfigError as error:
-        rejection = [str(error)]
-    if rejections := gather_problems(rejection):
-        raise ConfigError.from_line(rejections[0])
 
 
 def open_checkpoint(folder: Path) -> CheckpointReader:

@@ -20,8 +20,8 @@ from pretrain.checkpoint.format.fragments import FlatTensor, Fragment
 from pretrain.distributed.collectives import gather_problems
 from pretrain.errors import ConfigError, counted
 
-_RATIO = 1000.0  # of an absurd value to the root mean square of the others in its tensor
-_LEAST_SCALE = (1.0, 0.02)  # of vectors, and of matrices: new norms have 1, and matrices of new models 0.02
+_RATIO = 1000.0  # ratio of an absurd value to the root mean square of the others in its tensor
+_LEAST_SCALE = (1.0, 0.02)  # scale of vectors, and of matrices: new norms have 1, and matrices of new models 0.02
 _LARGEST = 1e5  # a larger value is absurd, whatever the others are
 _MOST_NAMED = 3  # tensors that a warning names
 

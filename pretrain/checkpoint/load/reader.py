@@ -132,7 +132,7 @@ class CheckpointReader(WeightsReader):
         self._fragments = stored.fragments
         self._starts = {name: [fragment.start for fragment in fragments]
                         for name, fragments in self._fragments.items()}
-        self._boxes: dict[str, BoxIndex[StoredFragment]] = {}  # of the latest parameter
+        self._boxes: dict[str, BoxIndex[StoredFragment]] = {}  # boxes of the latest parameter
         self._files: dict[str, Any] = {}
         self._flat_tensors: dict[FileLocation, torch.Tensor] = {}
 

@@ -21,11 +21,10 @@ from pretrain.checkpoint.load.same_data import (
 from pretrain.checkpoint.save.retention import position_after
 from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.flags.arguments import OVERRIDES, RunArguments
-from pretrain.config.flags.overrides import Change, named_overrides
+from pretrain.config.flags.check_flags import Change, named_overrides
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import Branch, check_same_parameters, reject_initial_values
-from pretrain.config.plan import Plan
-from pretrain.config.run_length import RunLength
+from pretrain.config.plan import Plan, RunLength
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.monitor.read_run_folder import newest_start
@@ -38,7 +37,7 @@ class Resume:
     folder: Path
     manifest: Manifest
     warnings: list[str]  # about damaged newer checkpoints, and inputs that differ from the checkpoint's
-    plan: Plan  # of the run, with the settings that it keeps from the checkpoint
+    plan: Plan  # the run's plan, with the settings that it keeps from the checkpoint
     other_data: str = ""  # how the training data differs from the checkpoint's, if --override data accepts it
     branch: Branch | None = None  # None: the checkpoint belongs to the run folder
 

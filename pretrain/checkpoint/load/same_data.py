@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import Manifest, tokenizer_fingerprint
-from pretrain.config.flags.overrides import allows_other_data
+from pretrain.config.flags.check_flags import allows_other_data
 from pretrain.config.plan import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset, source_records

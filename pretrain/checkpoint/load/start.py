@@ -31,7 +31,7 @@ class Start:
 
     plan: Plan
     resume: Resume | None  # checkpoint of the run folder; the ranks choose it again, and verify it
-    weights: InitialWeights | None  # of --init_from; None without the flag, or if the run resumes
+    weights: InitialWeights | None  # weights of --init_from; None without the flag, or if the run resumes
 
     @property
     def plan_to_run(self) -> Plan:

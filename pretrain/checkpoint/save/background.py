@@ -33,7 +33,7 @@ class BackgroundWriter:
         self._saves: list[SaveJob] = []  # jobs with a snapshot whose save has no reply yet, oldest first
         self._process: subprocess.Popen[str] | None = None
         self._num_unfinished = 0  # jobs that are not finished; mirroring and pruning belong to a job
-        with contextlib.suppress(OSError):  # for example a full disk: then the writer ends, and each save reports it
+        with contextlib.suppress(OSError):  # a full disk, for example: then the writer ends, and each save reports it
             checkpoints.mkdir(parents=True, exist_ok=True)
         self._arguments = [str(self.snapshot.descriptor), str(checkpoints), str(rank)]
         self._start()
@@ -48,7 +48,7 @@ class BackgroundWriter:
             self._process = subprocess.Popen(
                 child_command(WRITER_MODULE, *self._arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 pass_fds=[self.snapshot.descriptor], text=True, start_new_session=True)
-        except OSError:  # for example no memory or no process id is left
+        except OSError:  # no memory, for example, or no process id is left
             self._process, self._ended = None, True
             return
         self._process.wait()  # this process forks and exits; the writer is its orphaned child

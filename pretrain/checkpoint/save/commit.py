@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TEMPORARY = ".tmp-"  # prefix of the names of temporary folders and files
 _PART = ".part-"  # prefix of the names of part files
 _POLL_S = 0.05  # shortest time between two looks for part files
-_POLL_FRACTION = 0.05  # of the time since the first look that passes until the next one
+_POLL_FRACTION = 0.05  # fraction of the time since the first look that passes until the next one
 _CHECK_S = 1.0  # shortest time between two checks whether writers have ended
 _CHECKED = 64  # writers of one check: each has a lock file, which is opened
 
@@ -86,12 +86,21 @@ def write_part(temporary: Path, *, rank: int, save_id: str, files: dict[str, Fil
     write_atomically(_part(temporary, rank), json.dumps(asdict(_Part(save_id, rank, files, finite, error))))
 
 
+def finish_part(temporary: Path, *, rank: int, save_id: str, finish: Callable[[], dict[str, FileRecord]],
+                finite: bool) -> str | None:
+    """Let `finish` write and sync this rank's files, and record them. Return why that failed; None: it did not."""
+    try:
+        write_part(temporary, rank=rank, save_id=save_id, files=finish(), finite=finite)
+    except OSError as error:
+        return f"{error.filename or temporary}: {error.strerror or error}"
+    return None
+
+
 def has_part(temporary: Path, *, rank: int, save_id: str) -> bool:
     """Return whether the rank has recorded that it wrote all its files."""
-    try:
+    with contextlib.suppress(OSError, ValueError, SaveError):
         return _read_part(temporary, rank, save_id) is not None
-    except (OSError, ValueError, SaveError):
-        return False
+    return False
 
 
 def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
@@ -110,23 +119,37 @@ def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
     """
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
     try:
-        files, finite = wait_for_parts(temporary, manifest.save_id, manifest.world_size, timeout_s, has_ended)
-        check_files(temporary, files, world_size=manifest.world_size)
-        manifest = replace(manifest, files=files, finite=finite)
-        if not manifest.is_good and _is_good(final):
-            raise SaveError(f"{final}: {NOT_FINITE}, and a good checkpoint of this step exists already")
-        write_manifest(temporary, manifest)
-        remove_parts(temporary, world_size=manifest.world_size)
-        publish(temporary, final)
+        with save_errors(final):
+            manifest = _complete(temporary, final, manifest, timeout_s, has_ended)
     except SaveError:
         discard(temporary)
         raise
-    except OSError as error:
-        discard(temporary)
-        raise SaveError(f"{final}: {error}") from error
     if manifest.is_good:
         with contextlib.suppress(OSError):  # the checkpoint is complete even if a full disk keeps `latest` outdated
             write_latest(final)
+    return manifest
+
+
+@contextlib.contextmanager
+def save_errors(what: object) -> Iterator[None]:
+    """Raise SaveError for an error of the file system in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{what}: {error}") from error
+
+
+def _complete(temporary: Path, final: Path, manifest: Manifest, timeout_s: float,
+              has_ended: Callable[[int], bool]) -> Manifest:
+    """Collect the parts of all ranks, write the manifest, and rename the folder. Raises SaveError and OSError."""
+    files, finite = wait_for_parts(temporary, manifest.save_id, manifest.world_size, timeout_s, has_ended)
+    check_files(temporary, files, world_size=manifest.world_size)
+    manifest = replace(manifest, files=files, finite=finite)
+    if not manifest.is_good and _is_good(final):
+        raise SaveError(f"{final}: {NOT_FINITE}, and a good checkpoint of this step exists already")
+    write_manifest(temporary, manifest)
+    remove_parts(temporary, world_size=manifest.world_size)
+    publish(temporary, final)
     return manifest
 
 

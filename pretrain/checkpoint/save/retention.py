@@ -1,4 +1,4 @@
-"""Which checkpoints of a run remain: the rules for old ones, and rollbacks, which abandon some. Imports no torch.
+"""Retention of a run's checkpoints: the rules for old ones, and rollbacks, which abandon some. Imports no torch.
 
 A rollback returns the run to an earlier checkpoint and skips samples. The checkpoints after that one belong to an
 abandoned path: they move to `checkpoints/abandoned-N/`, in which no start looks for checkpoints. The record
@@ -16,9 +16,9 @@ from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, latest_name, manifest_or_error, step_of
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import TEMPORARY, write_latest
-from pretrain.errors import ConfigError, SaveError
+from pretrain.errors import ConfigError, SaveError, file_errors
 from pretrain.paths import fsync
-from pretrain.stored_json import build, parse_json, read_text, reason_of
+from pretrain.stored_json import build, parse_json, read_text
 
 _MIN_KEPT = 2  # checkpoints that are always kept, because one may be damaged later
 ROLLBACKS = "rollbacks.jsonl"  # in the run folder: one line for each rollback of the whole run
@@ -104,7 +104,7 @@ class Rollback:
     bad_step: int  # the first bad step
     last_step: int  # the last step before the rollback
     to_step: int
-    save_id: str  # of the checkpoint of `to_step`
+    save_id: str  # identifies the checkpoint of `to_step`
     first_sample: int  # samples [first_sample, consumed_samples) are skipped
     consumed_samples: int  # data position with which the run continues
     abandoned: dict[str, str]  # folder name -> save_id of each checkpoint of the abandoned path
@@ -113,20 +113,14 @@ class Rollback:
 def read_rollbacks(checkpoints: Path) -> list[Rollback]:
     """Return all rollbacks of the run, the oldest first. Raises ConfigError if the record is damaged."""
     path = checkpoints.parent / ROLLBACKS
-    try:
+    lines: list[str] = []
+    with file_errors(path, "the record of rollbacks cannot be read: {}", _REMEDY, (OSError, ValueError)), \
+            contextlib.suppress(FileNotFoundError):
         lines = read_text(path).splitlines()
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), problem=f"the record of rollbacks cannot be read: {reason_of(error)}",
-                          remedy=_REMEDY) from None
     found = []
     for number, line in enumerate(lines, 1):
-        try:
+        with file_errors(f"{path}:{number}", "the record of a rollback is damaged: {}", _REMEDY, (ValueError,)):
             found.append(build(Rollback, parse_json(line)))
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number}", problem=f"the record of a rollback is damaged: {error}",
-                              remedy=_REMEDY) from None
     return found
 
 
@@ -151,7 +145,7 @@ def record_rollback(checkpoints: Path, rollback: Rollback) -> None:
     """Write the record durably, then move the checkpoints of the abandoned path. Rank 0 only. Raises OSError."""
     lines = [json.dumps(asdict(each)) for each in [*read_rollbacks(checkpoints), rollback]]
     write_atomically(checkpoints.parent / ROLLBACKS, "\n".join(lines) + "\n")
-    write_latest(checkpoints / f"global_step{rollback.to_step}")  # for plain DeepSpeed
+    write_latest(checkpoints / f"global_step{rollback.to_step}")  # plain DeepSpeed reads it
     move_abandoned(checkpoints)
 
 

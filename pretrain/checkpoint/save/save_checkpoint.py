@@ -35,9 +35,10 @@ from pretrain.checkpoint.save.commit import (
     check_space,
     commit,
     discard,
+    finish_part,
     next_checkpoint_bytes,
+    save_errors,
     temporary_folder,
-    write_part,
 )
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import from_rank_0, gather, gather_problems
@@ -198,13 +199,11 @@ def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
 
     def begin() -> tuple[Path, str]:
         temporary = temporary_folder(checkpoints, step)
-        try:
+        with save_errors(temporary):
             discard(temporary)  # left by a run that was killed
             checkpoints.mkdir(parents=True, exist_ok=True)
             check_space(checkpoints, needed_bytes=next_checkpoint_bytes(plan, checkpoints))
             temporary.mkdir()
-        except OSError as error:
-            raise SaveError(f"{temporary}: {error}") from error
         return temporary, secrets.token_hex(8)
 
     return from_rank_0(begin)
@@ -278,11 +277,8 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
     temporary, save_id = begin_save(plan, checkpoints, step)
     with FileGroup() as group:
         error, finite = write_files(engine, temporary, group.open_file, step=step, consumed_samples=consumed_samples)
-        try:
-            if error is None:
-                write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=group.finish(), finite=finite)
-        except OSError as failure:
-            error = str(failure)
+        if error is None:
+            error = finish_part(temporary, rank=dist.get_rank(), save_id=save_id, finish=group.finish, finite=finite)
     errors = gather_problems([f"rank {dist.get_rank()}: {error}"] if error else [])
     manifest = manifest_of_engine(engine, plan, step=step, consumed_samples=consumed_samples, versions=versions,
                                   eval_loss=eval_loss, save_id=save_id)

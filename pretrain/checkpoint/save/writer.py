@@ -30,7 +30,7 @@ from typing import Any, TextIO
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_checkpoints import parse_head
-from pretrain.checkpoint.save.commit import commit, discard, has_part, write_part
+from pretrain.checkpoint.save.commit import commit, discard, finish_part, has_part, write_part
 from pretrain.checkpoint.save.mirror import finish_upload, upload
 from pretrain.checkpoint.save.retention import prune
 from pretrain.errors import ConfigError, SaveError
@@ -40,7 +40,7 @@ from pretrain.stored_json import build
 _REPLY_LOCK = threading.Lock()  # the main thread and the thread that runs `_after_save` both reply
 _CHECK_S = 1.0  # interval of the checks whether rank 0's writer has ended
 _POLL_S = 0.1
-_MOST_POLLS_PER_S = 500  # of all ranks together
+_MOST_POLLS_PER_S = 500  # polls of all ranks together
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,9 @@ def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, A
     """Write this rank's files. On rank 0, commit as soon as all ranks have written. Return the reply."""
     start = time.perf_counter()
     temporary = Path(snapshot.temporary)
-    error = snapshot.error
     committed: Manifest | None = None
-    try:
-        if error is None:
-            write_part(temporary, rank=job.rank, save_id=job.save_id, files=_write_files(snapshot, descriptor),
-                       finite=snapshot.finite)
-    except OSError as failure:
-        error = f"{failure.filename or temporary}: {failure.strerror}"
+    error = snapshot.error or finish_part(temporary, rank=job.rank, save_id=job.save_id, finite=snapshot.finite,
+                                          finish=partial(_write_files, snapshot, descriptor))
     if error is not None:
         # on a full disk there may be no space for the part file; without it rank 0's writer waits for its time-out
         while not report_failure(job, error) and time.perf_counter() < start + job.timeout_s and temporary.is_dir():
@@ -160,13 +155,12 @@ def report_failure(job: SaveJob, error: str) -> bool:
         return True
     if has_part(temporary, rank=job.rank, save_id=job.save_id):  # the writer wrote all files before it ended
         return True
-    try:
+    with contextlib.suppress(OSError):
         for region in job.snapshot.files:  # on a full disk, make space for the part file
             (temporary / region.name).unlink(missing_ok=True)
         write_part(temporary, rank=job.rank, save_id=job.save_id, files={}, error=error)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _after_save(job: SaveJob, verified: set[str]) -> None:
@@ -281,11 +275,9 @@ def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str]
 
 def _is_free(path: Path) -> bool | None:
     """Return whether the lock is free; None if the file system has no locks."""
-    try:
-        with open(path, encoding="utf-8") as file:  # with a shared lock several processes can check
-            return lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return True
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        return lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)  # several processes can check with a shared lock
+    return True
 
 
 if __name__ == "__main__":

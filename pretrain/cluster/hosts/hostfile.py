@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, file_errors
 from pretrain.stored_json import read_settings
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(\s+#.*)?")
@@ -21,12 +21,9 @@ def read_hostfile(path: str) -> dict[str, int]:
     Raises ConfigError if the file is unreadable (its cause is an OSError) or has no hosts. Also raises it, with the
     line number, if a line has the wrong format, names a host again or gives 0 slots.
     """
-    try:
+    with file_errors(f"--hostfile {path}", "the hostfile cannot be read: {}",
+                     f"give a file with a line `{_FORMAT}` for each host", (OSError, ValueError)):
         lines = read_settings(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not a text file"
-        raise ConfigError(f"--hostfile {path}", problem=f"the hostfile cannot be read: {reason}",
-                          remedy=f"give a file with a line `{_FORMAT}` for each host") from error
     hosts: dict[str, int] = {}
     first_line: dict[str, int] = {}
     for number, line in enumerate(lines, 1):

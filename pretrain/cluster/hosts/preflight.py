@@ -16,7 +16,7 @@ from pretrain.config.flags.parse import read_yaml
 from pretrain.data.tokenizers.tokenizer import file_of_tokenizer
 from pretrain.distributed.requirements import requirements
 from pretrain.distributed.tcp_store import SECRET_VARIABLE, secret_variable
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, file_errors
 from pretrain.model.own_models import is_model_code
 from pretrain.old_names import current_name
 from pretrain.shipped import find_layout
@@ -37,7 +37,7 @@ class HostFacts:
     has_folder: bool  # whether the launcher's working folder exists on this host
     code_version: str | None  # version of ds-pretrain; None: it is not there
     code_digest: str | None  # hash of the package's Python files; None: it is not there
-    commit: str | None  # of a checkout; None: an installed package, or unknown
+    commit: str | None  # commit of a checkout; None: an installed package, or unknown
     files: dict[str, list[Any] | None]  # path -> [size in bytes, hash of both ends]; None: no such file
     run_problem: str  # what is wrong with the run folder; "": nothing
     interface: list[str] | None  # [name, address] of the network interface to the other hosts
@@ -111,12 +111,10 @@ def token_file(run: Path | None) -> Iterator[str]:
         return
     created = [path for path in (run, *run.parents) if not path.exists()]
     token = f".cluster-{secrets.token_hex(8)}"
-    try:
+    with file_errors(f"--save {run}", "the run folder cannot be written ({})"):
         run.mkdir(parents=True, exist_ok=True)
         with open(os.open(run / token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secret_variable()[SECRET_VARIABLE])
-    except OSError as error:
-        raise ConfigError(f"--save {run}", problem=f"the run folder cannot be written ({error.strerror})") from None
     try:
         yield token
     finally:

@@ -21,7 +21,7 @@ from pretrain.distributed import host as host_facts
 
 LOCAL = "localhost"
 CONNECT_TIMEOUT_S = 8
-_RANKS_TIMEOUT_S = 60.0  # for the connection, and to end ranks
+_RANKS_TIMEOUT_S = 60.0  # time for the connection, and to end ranks
 # Compute on each GPU. On a host without GPUs, the import of torch shows that the Python environment works.
 _DEFAULT_CHECK = "import torch; [torch.ones(9, device=i).sum().item() for i in range(torch.cuda.device_count())]"
 DEFAULT_HEALTH_COMMAND = shlex.join([sys.executable, "-c", WITHOUT_WORKING_FOLDER + _DEFAULT_CHECK])

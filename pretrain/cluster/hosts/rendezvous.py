@@ -90,7 +90,7 @@ class Rendezvous:
     def leave(self, code: int, grace_s: float) -> None:
         """Publish this host's exit code. The first host waits up to `grace_s` for the hosts that came."""
         with suppress(RuntimeError):
-            self.store.post(key_of("code", self.store.rank), code, int)
+            self.store.post(key_of("code", self.store.rank), code)
             deadline = time.monotonic() + grace_s
             while self.store.rank == 0 and time.monotonic() < deadline and \
                     {*self.store.ranks_with("token")} - {*self.store.ranks_with("code")}:

@@ -17,7 +17,7 @@ from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import BLOCKS_WITH_DEFAULTS, OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.other_programs import MATTERS, NO_EFFECT, degree_for, hint_for, without_counterpart
-from pretrain.distributed.deepspeed_version import INSTALL, deepspeed_version, is_at_least
+from pretrain.distributed.requirements import INSTALL, deepspeed_version, is_at_least
 from pretrain.errors import ConfigError, closest
 from pretrain.model.families.family import listing
 

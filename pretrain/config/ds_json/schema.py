@@ -9,7 +9,7 @@ that earlier supported versions do not have names its first version (`Key.since`
 from dataclasses import dataclass
 from typing import Any, Union
 
-from pretrain.distributed.deepspeed_version import EXPERTS_SINCE
+from pretrain.distributed.requirements import EXPERTS_SINCE
 
 DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # elements; DeepSpeed's default
 DEFAULT_PARTITION_METHOD = "flops"

@@ -124,9 +124,9 @@ class RunArguments:
         None, "read the samples of this range of places among one another in another order, such as 41200:51000; "
         "another seed gives another order", override="samples", metavar="FIRST:LAST[:SEED],...")
     tokenizer: str | None = DATA.flag(
-        None, "SentencePiece .model file, a folder with it or with tokenizer.json, a .tiktoken file or its encoding "
-        "such as o200k_base, a repository (org/name), a preset's name such as gpt2, or the word bytes; checked against "
-        "data and model, and used by `ds-pretrain generate`",
+        None, "SentencePiece .model file, a folder with it or with tokenizer.json, a repository (org/name), a preset's "
+        "name such as gpt2, the word bytes, or what an extension reads; checked against data and model, and used by "
+        "`ds-pretrain generate`",
         parse=path_text, metavar="PATH")
     seq_length: int = DATA.flag(1024, "tokens in a sample", low=1)
     seq_length_schedule: str | None = DATA.flag(
@@ -348,10 +348,6 @@ class RunArguments:
     mlp_tiles: int = SPEED.flag(
         1, "compute each MLP in N pieces of the sequences, and recompute them in the backward pass: for very long "
         "sequences", low=1)
-    fp8: str | None = SPEED.flag(
-        None, "multiply the matrices of linear layers in FP8, with a scale for each tensor, or for each row and column "
-        "(torchao); head, optimizer and checkpoints do not change. Needs compute capability 8.9; emulated on CPUs",
-        choices=("tensorwise", "rowwise"), metavar="RECIPE", unset="bf16 products")
     tf32: bool = SPEED.flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
     plain_operators: bool = SPEED.flag(
         False, "disable the custom kernels for attention and MLP: slower, and more memory")

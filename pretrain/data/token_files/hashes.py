@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from pretrain.child import child_command
+from pretrain.errors import reason_of
 from pretrain.paths import replace_file, write_synced
-from pretrain.stored_json import build, parse_json, read_text, reason_of
+from pretrain.stored_json import build, parse_json, read_text
 
 BLOCK_BYTES = 2**24
 _CHUNK_BYTES = 2**20  # bytes read before they are hashed: few, so that they are still in the CPU's cache

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from pretrain.data.token_files.hashes import DataHashes, hashes_path, read_hashes
 from pretrain.data.token_files.index_file import REWRITE, IndexFile, check_entries, reason
 from pretrain.data.token_files.token_file import TokenFile, TokenFiles, TokenReader, Url, token_files_at
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 from pretrain.remote import is_url
-from pretrain.stored_json import build, parse_json, read_object, reason_of
+from pretrain.stored_json import build, parse_json, read_object
 
 _SAMPLES, _SAMPLE_TOKENS = 64, 1024  # samples of the .bin that the fingerprint has
 _RANGE_FACTOR = 32  # a range of entries is read at once if at most this many times the wanted entries are in it

@@ -13,7 +13,6 @@ from typing import Any
 from pretrain.data.tokenizers.convert_sentencepiece import json_bytes, sentencepiece_files, to_bytes, tokenizer_config
 from pretrain.data.tokenizers.huggingface_tokenizer import byte_library, read_library
 from pretrain.data.tokenizers.special_tokens import TokenIds, read_object
-from pretrain.data.tokenizers.tiktoken_file import TiktokenFile
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
 
@@ -60,8 +59,8 @@ def _files(loaded: Tokenizer, max_length: int | None) -> dict[str, bytes]:
         bytes_library = byte_library()
         config = tokenizer_config(bytes_library, loaded.ids, max_length=max_length)
         return {"tokenizer.json": to_bytes(bytes_library), _CONFIG: json_bytes(config)}
-    if loaded.tiktoken is not None:
-        return tiktoken_files(loaded.tiktoken, max_length=max_length)
+    if loaded.exported_files is not None:
+        return loaded.exported_files(max_length)
     content, where = loaded.path.read_bytes(), f"--tokenizer {loaded.path}"
     if loaded.path.suffix != ".json":
         return sentencepiece_files(content, where, max_length=max_length)
@@ -173,8 +172,8 @@ RARE = (
 
 def files_to_copy(tokenizer: Tokenizer) -> dict[str, Path]:
     """Return name -> path of the files from which `load_tokenizer` loads the same tokenizer."""
-    if tokenizer.tiktoken is not None:  # this name says which encoding the file has
-        return {f"tokenizer.{tokenizer.tiktoken.encoding.name}.tiktoken": tokenizer.path}
+    if tokenizer.name_of_copy:
+        return {tokenizer.name_of_copy: tokenizer.path}
     if tokenizer.path.suffix != ".json":
         return {"tokenizer.model": tokenizer.path}
     main = tokenizer.path.name if tokenizer.path.name in TOKENIZER_FILES else "tokenizer.json"
@@ -183,36 +182,3 @@ def files_to_copy(tokenizer: Tokenizer) -> dict[str, Path]:
         if name not in (main, "tokenizer.json", "tokenizer.model") and tokenizer.path.with_name(name).is_file():
             files[name] = tokenizer.path.with_name(name)
     return files
-
-
-def tiktoken_files(file: TiktokenFile, *, max_length: int | None = None) -> dict[str, bytes]:
-    """Return tokenizer.json and tokenizer_config.json, by name."""
-    library = convert_tiktoken(file)
-    return {"tokenizer.json": to_bytes(library),
-            "tokenizer_config.json": json_bytes(tokenizer_config(library, file.ids, max_length=max_length))}
-
-
-def convert_tiktoken(file: TiktokenFile) -> Any:
-    """Return a tokenizers.Tokenizer: byte-level BPE that first looks up a complete word, as tiktoken does."""
-    from tokenizers import Tokenizer, models, normalizers
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    names = sorted(file.special_tokens, key=file.special_tokens.__getitem__)
-
-    class Converter(TikTokenConverter):
-        def load_tiktoken_bpe(self, tiktoken_url: str) -> dict[bytes, int]:
-            return {text: token for token, text in file.texts.items()}
-
-        def tokenizer(self) -> Any:
-            vocab, merges = self.extract_vocab_merges_from_model("")
-            # The library numbers added tokens itself, unless the vocabulary has them, and warns of unused numbers.
-            vocab |= file.special_tokens
-            unused = set(range(file.ids.vocab_size)) - set(vocab.values())
-            vocab |= {f"<|unused_{token}|>": token for token in unused}
-            return Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=True))
-
-    library = Converter(pattern=file.encoding.export_pattern, extra_special_tokens=names).converted()
-    if file.encoding.nfc:
-        library.normalizer = normalizers.NFC()
-    library.encode_special_tokens = True
-    return library

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pretrain import stored_json
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 
 CONFIG_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EOD_PIECE = "<|endoftext|>"
@@ -87,7 +87,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(str(path), problem=f"it is not a JSON object: {stored_json.reason_of(error)}") from None
+        raise ConfigError(str(path), problem=f"it is not a JSON object: {reason_of(error)}") from None
 
 
 def check_tokenizer_fits(ids: TokenIds, hf_config: Mapping[str, Any], *, vocab_size: int, where: str,

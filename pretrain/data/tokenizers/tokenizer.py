@@ -1,33 +1,24 @@
-"""Load tokenizers: SentencePiece `.model`, Hugging Face `tokenizer.json`, GPT-2's `vocab.json`, `.tiktoken`, bytes.
+"""Load tokenizers: SentencePiece `.model`, Hugging Face `tokenizer.json`, GPT-2's `vocab.json`, bytes.
 
-All have one interface. A tokenizer that `ds-pretrain tokenizer` trained decodes any text exactly. Other tokenizers may
-normalize text.
+Extensions bring other formats (TokenizerFormat). All have one interface. A tokenizer that `ds-pretrain tokenizer`
+trained decodes any text exactly. Other tokenizers may normalize text.
 """
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.active_extensions import functions
 from pretrain.data.text_inputs.text import check_unicode
 from pretrain.data.tokenizers.huggingface_tokenizer import read_library
 from pretrain.data.tokenizers.sentencepiece_encoder import join_tokens, sentencepiece_batch, sentencepiece_ids
 from pretrain.data.tokenizers.special_tokens import TokenIds, find_special_tokens, read_object
-from pretrain.data.tokenizers.tiktoken_encodings import TiktokenEncoding
-from pretrain.data.tokenizers.tiktoken_file import (
-    SUFFIX,
-    TiktokenFile,
-    download_ranks,
-    find_encoding,
-    fingerprint,
-    is_tiktoken,
-    read_tiktoken,
-    split_value,
-)
 from pretrain.data.tokenizers.word_cache import EncodeBatch, Integers
 from pretrain.errors import ConfigError
 from pretrain.hub import find_repository, snapshot_in, tokenizer_repository
@@ -42,9 +33,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 """names of the files that belong to a tokenizer"""
 HASHES_KEY = "files_sha256"
 """key of tokenizer_config.json: hashes of a tokenizer.model, and of the tokenizer.json that was made from it"""
-_REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, a .tiktoken file or its encoding, a "
-           "repository (org/name), the name of a preset of --model, or the word bytes; "
-           "`ds-pretrain tokenizer` trains a tokenizer")
+_REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, a repository (org/name), the name of a "
+           "preset of --model, the word bytes, or what an extension reads; `ds-pretrain tokenizer` trains a tokenizer")
 
 
 @dataclass(frozen=True)
@@ -56,20 +46,24 @@ class Tokenizer:
     """
 
     path: Path
-    """the .model, tokenizer.json, vocab.json or .tiktoken file; the name of an encoding of tiktoken without a file; the
-    word "bytes" for the byte tokenizer"""
+    """the .model, tokenizer.json or vocab.json, or the file of an extension's format; a name of such a format without a
+    file; the word "bytes" for the byte tokenizer"""
     ids: TokenIds
     """size of the vocabulary, special tokens"""
     fingerprint: str
-    """SHA-256 of the file; of vocab.json and merges.txt; of an unpublished .tiktoken file and its encoding's name; a
-    constant for the byte tokenizer"""
+    """SHA-256 of the file, or of vocab.json and merges.txt; a constant for the byte tokenizer; an extension's format
+    chooses its own, which is equal for equal tokens only"""
     encode_texts: EncodeBatch
     """`encode_batch` for texts without lone surrogates"""
     decode: Callable[[Sequence[int]], str]
     token_of: Callable[[str], int | None] = lambda name: None
     """returns the token with this name, special or not; None if there is none"""
-    tiktoken: TiktokenFile | None = None
-    """the ranks and special tokens of a tiktoken file; None for other tokenizers"""
+    exported_files: Callable[[int | None], dict[str, bytes]] | None = None
+    """of an extension's format: returns tokenizer.json and tokenizer_config.json, by the longest text in tokens"""
+    name_of_copy: str = ""
+    """name of a copy of the file, by which its format is found; "": the usual one"""
+    begins_with_bos: bool = False
+    """whether transformers adds `ids.bos` before a text, if no file says it"""
     value: str = ""
     """value of --tokenizer; "": `path`"""
 
@@ -80,7 +74,7 @@ class Tokenizer:
 
     @property
     def has_file(self) -> bool:
-        """False for the byte tokenizer, and for an encoding of tiktoken that was given by its name."""
+        """False for the byte tokenizer, and for one that was given by a name alone."""
         return not self.is_bytes and self.value != str(self.path)
 
     @property
@@ -112,19 +106,51 @@ class Tokenizer:
         return self.encode_texts(texts)
 
 
+class TokenizerFormat(Protocol):
+    """A format of tokenizers that an extension brings: see Extension.tokenizers."""
+
+    suffix: str
+    """of its files, by which they are found in a folder; "": they are not"""
+
+    def named_file(self, value: str) -> str | None:
+        """Return the file in a value of --tokenizer that is of this format, such as NAME:FILE. The value ends with it.
+
+        "": the value is a name, and needs no file. None: the value is not of this format.
+        """
+
+    def load(self, value: str) -> Tokenizer:
+        """Load the tokenizer of such a value. Raises ConfigError."""
+
+    def recognizes(self, content: bytes) -> bool:
+        """Return whether a file, whatever its name, is of this format."""
+
+    def read(self, file: Path, content: bytes) -> Tokenizer:
+        """Load the tokenizer of a file. Raises ConfigError."""
+
+
+def _formats() -> "Iterator[TokenizerFormat]":
+    for _, make in functions("tokenizers"):
+        yield make()
+
+
+def format_of(value: str) -> tuple[TokenizerFormat, str] | None:
+    """Return the extension's format that a value of --tokenizer names, and its file or ""; None: it names none."""
+    return next(((each, file) for each in _formats() if (file := each.named_file(value)) is not None), None)
+
+
 def absolute_tokenizer(value: str) -> str:
     """Return a value of --tokenizer that does not depend on the working directory."""
-    if divided := split_value(value):
-        encoding, file = divided
-        return f"{encoding.name}:{Path(file).absolute()}" if file else encoding.name
+    if named := format_of(value):
+        file = named[1]
+        return value.removesuffix(file) + (str(Path(file).absolute()) if file else "")
     return value if value == BYTES or tokenizer_repository(value) else str(Path(value).absolute())
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a SentencePiece .model, a tokenizer.json, a vocab.json, or one of them from a folder. Raises ConfigError.
 
-    "bytes" is the byte tokenizer. A repository of the Hub is downloaded if the local cache does not have it, and so is
-    an encoding of tiktoken, such as cl100k_base. "cl100k_base:FILE" is a file of ranks with this encoding.
+    "bytes" is the byte tokenizer. A repository of the Hub is downloaded if the local cache does not have it. Extensions
+    read other values and files.
 
     A folder with a tokenizer.model and a tokenizer.json is read as transformers reads it, from tokenizer.json. If
     ds-pretrain tokenizer or an export made tokenizer.json from tokenizer.model, both encode alike. Then
@@ -135,28 +161,29 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise ConfigError(f"--tokenizer {BYTES}", problem="this word means the byte tokenizer, and there is a file "
                               "or folder with this name too", remedy="rename it, or give its absolute path")
         return Tokenizer(Path(BYTES), BYTE_IDS, BYTE_FINGERPRINT, encode_bytes, decode_bytes)
-    if divided := split_value(str(path)):
-        return _load_encoding(str(path), *divided)
+    if named := format_of(str(path)):
+        return named[0].load(str(path))
     repository = tokenizer_repository(str(path))
-    file = _find_file(find_repository(repository, flag="--tokenizer", want="tokenizer") if repository else
+    file = existing_file(find_repository(repository, flag="--tokenizer", want="tokenizer") if repository else
                       snapshot_in(Path(path)))
-    content = _read(file)
+    content = read_content(file)
     if file.suffix == ".json":
         return _load_huggingface(file, content)
-    if file.suffix == SUFFIX or is_tiktoken(content):  # Llama 3's is called tokenizer.model
-        return _load_tiktoken(file, content, find_encoding(file, content))
+    for each in _formats():
+        if file.suffix == each.suffix or each.recognizes(content):
+            return each.read(file, content)
     return _load_sentencepiece(file, content)
 
 
 def file_of_tokenizer(value: str) -> str | None:
     """Return the file or folder that a value of --tokenizer names; None if it names none."""
-    divided = split_value(value)
-    if divided is not None:
-        return divided[1] or None
+    if named := format_of(value):
+        return named[1] or None
     return None if value == BYTES or tokenizer_repository(value) else value
 
 
-def _read(file: Path) -> bytes:
+def read_content(file: Path) -> bytes:
+    """Return the bytes of a tokenizer's file. Raises ConfigError."""
     try:
         with open_regular(file) as opened:
             return opened.read()
@@ -173,14 +200,16 @@ def check_links(folder: Path) -> None:
     root = folder.resolve()
     blobs = [each.parent / "blobs" for each in root.parents
              if each.name == "snapshots" and each.parent.name.startswith("models--")]
+    suffixes = {each.suffix for each in _formats() if each.suffix}
     for path in sorted(folder.iterdir()):
-        is_copied = path.name in TOKENIZER_FILES or path.suffix == SUFFIX
+        is_copied = path.name in TOKENIZER_FILES or path.suffix in suffixes
         if is_copied and not any(path.resolve().is_relative_to(each) for each in (root, *blobs)):
             raise ConfigError(str(path), problem=f"this is a link to {path.resolve()}, outside of its folder, which is "
                               "not followed", remedy="replace the link by the file, if you trust it")
 
 
-def _find_file(path: Path) -> Path:
+def existing_file(path: Path) -> Path:
+    """Return a file, or the file of a folder that `load_tokenizer` reads. Raises ConfigError."""
     if not path.is_dir():
         if not path.exists():
             raise ConfigError(f"--tokenizer {path}", problem="there is no such file", remedy=_REMEDY)
@@ -202,20 +231,21 @@ def find_tokenizer_file(folder: Path) -> Path | None:
         return model
     if vocab.is_file() and (folder / "merges.txt").is_file():
         return vocab
-    ranks = sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
-    return ranks[0] if len(ranks) == 1 else None
+    others = sorted(path for each in _formats() if each.suffix for path in folder.glob(f"*{each.suffix}")
+                    if path.is_file())
+    return others[0] if len(others) == 1 else None
 
 
 def _is_made_from(fast: Path, model: Path) -> bool:
     """Return whether this tokenizer.json was made from this tokenizer.model, and neither has changed since."""
     hashes = read_object(fast.with_name("tokenizer_config.json")).get(HASHES_KEY)
     return isinstance(hashes, dict) and all(
-        hashes.get(file.name) == hashlib.sha256(_read(file)).hexdigest() for file in (model, fast))
+        hashes.get(file.name) == hashlib.sha256(read_content(file)).hexdigest() for file in (model, fast))
 
 
 def _other_files(folder: Path) -> str:
     """Name a file of a tokenizer that cannot be read."""
-    kinds = {"*.tiktoken": "one of several tiktoken files", "tiktoken.model": "a file that must be named",
+    kinds = {**{f"*{each.suffix}": f"one of several {each.suffix[1:]} files" for each in _formats() if each.suffix},
              "tekken.json": "a tekken file, which is not supported",
              "vocab.txt": "a WordPiece vocabulary, which is not supported",
              "vocab.json": "a vocabulary without merges.txt, which is not supported"}
@@ -266,7 +296,7 @@ def _check_added_tokens(path: Path, vocab_size: int) -> None:
 def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
     library = read_library(path, content)
     if path.name == "vocab.json":
-        content += _read(path.with_name("merges.txt"))
+        content += read_content(path.with_name("merges.txt"))
 
     def encode_texts(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread; --workers starts processes
@@ -279,25 +309,6 @@ def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
     vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     ids = find_special_tokens(path.parent, library.token_to_id, vocab_size)
     return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), encode_texts, decode, library.token_to_id)
-
-
-def _load_encoding(value: str, encoding: TiktokenEncoding, file: str) -> Tokenizer:
-    """Load an encoding of tiktoken: its published file, or the given one."""
-    if not file:
-        return replace(_load_tiktoken(Path(value), download_ranks(encoding), encoding), value=value)
-    path = _find_file(Path(file))
-    content = _read(path)
-    if not is_tiktoken(content):
-        raise ConfigError(f"--tokenizer {value}", problem="the file is not a tiktoken file, whose lines are the base64 "
-                          "of a token and its number",
-                          remedy=f"leave out {encoding.name}: before another tokenizer's file")
-    return replace(_load_tiktoken(path, content, encoding), value=f"{encoding.name}:{path}")
-
-
-def _load_tiktoken(path: Path, content: bytes, encoding: TiktokenEncoding) -> Tokenizer:
-    ranks = read_tiktoken(f"--tokenizer {path}", content, encoding)
-    return Tokenizer(path, ranks.ids, fingerprint(content, encoding), ranks.encode_texts, ranks.decode,
-                     ranks.special_tokens.get, ranks)
 
 
 def encode_bytes(texts: Sequence[str]) -> tuple[Integers, npt.NDArray[np.int64]]:

@@ -7,7 +7,7 @@ GradScaler sets): if it is 1, weights, states and the number of steps keep their
 next update begins, after the forward and backward passes of that step were launched, and then counts the skipped step
 and takes back the step of the schedule.
 
-Guarded by tests/distributed/test_skipped_updates.py and tests/extensions/host_time/test_updates.py (layouts `*_fused`).
+Guarded by tests/distributed/test_skipped_updates.py (layouts `*_fused`).
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class LateSkip:
     def _begin_read(self, flag: torch.Tensor, is_invalid: torch.Tensor) -> None:
         optimizer, scheduler = self._engine.optimizer, self._engine.lr_scheduler
         norm = optimizer._global_grad_norm
-        # as DeepSpeed reports the norm of a skipped update, for which its functions may return -1
+        # DeepSpeed reports the norm of a skipped update like this, and its functions may return -1 for it
         optimizer._global_grad_norm = torch.where(is_invalid, self._infinity, norm)
         self._flag.copy_(flag, non_blocking=True)
         if self._copied is not None:

@@ -29,7 +29,7 @@ from pretrain.extensions.ladder.mixture_law import (
     propose,
 )
 from pretrain.extensions.ladder.target import DATA_SETTINGS, say_left_out
-from pretrain.monitor.expected import Expected
+from pretrain.monitor.curve import Expected
 
 MIXTURES_JSON, FORMAT = "mixtures.json", "ds-pretrain mixtures 1"
 _DATA, _PATHS = ("train_data", "valid_data", "test_data"), ("model", "deepspeed_config", "tokenizer", *DATA_SETTINGS)

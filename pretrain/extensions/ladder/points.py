@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 from pretrain.extensions.ladder.expected_curve import LEVEL
 from pretrain.extensions.ladder.fit import depends_on_size, fit_law
-from pretrain.extensions.ladder.ladder_file import Point, Range
-from pretrain.extensions.ladder.law import Law
-from pretrain.extensions.ladder.reach import Reach
-from pretrain.monitor.expected import Expected
-from pretrain.stored_json import read_text, reason_of
+from pretrain.extensions.ladder.ladder_file import Law, Point, Range, Reach
+from pretrain.monitor.curve import Expected
+from pretrain.stored_json import read_text
 
 COLUMNS = ("run", "parameters", "tokens", "loss")
 HELD_OUT = "held_out"

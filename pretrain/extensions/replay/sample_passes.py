@@ -25,8 +25,7 @@ from pretrain.data.loader import MicroBatch, tokens_of
 from pretrain.data.samples.read_order import ReadOrder
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.attachments import attachments
-from pretrain.engine.layer_hooks import layer_of
-from pretrain.engine.single_steps import norm_of_all_parts, train_without_overflow
+from pretrain.engine.examine import layer_of, norm_of_all_parts, train_without_overflow
 from pretrain.engine.steps import (
     data_parallel_rank,
     data_parallel_size,
@@ -49,8 +48,8 @@ class Batch:
     ids: list[int]  # places of the samples in the order of the data
     tokens_NT: torch.Tensor
     labels_NT: torch.Tensor
-    weights_NT: torch.Tensor  # of the loss; only their proportions matter
-    positions_NT: torch.Tensor | None  # with document attention
+    weights_NT: torch.Tensor  # weights of the loss; only their proportions matter
+    positions_NT: torch.Tensor | None  # None: no document attention
     rows: int  # sequences of a micro-batch
 
     @property
@@ -65,7 +64,7 @@ class Gradient:
 
     loss: float
     norm: float
-    norms: dict[str, float]  # of each parameter, by name; empty: not asked for
+    norms: dict[str, float]  # norms of each parameter, by name; empty: not asked for
 
 
 class SamplePasses:

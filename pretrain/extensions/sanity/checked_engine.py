@@ -14,14 +14,15 @@ from deepspeed import DeepSpeedEngine, zero
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
 
+from pretrain.active_extensions import without_model_flags
 from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.config.plan import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.build import remove_swap_files
 from pretrain.engine.checksums import checksum
+from pretrain.engine.examine import norm_of_all_parts, train_without_overflow
 from pretrain.engine.patches.pipeline import is_counted
-from pretrain.engine.single_steps import norm_of_all_parts, train_without_overflow
 from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, open_loader, train_batch
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
@@ -52,9 +53,9 @@ def plan_of_checks(plan: Plan) -> Plan:
     FP8, small changes of the weights change nothing or too much. The gradient belongs to the reported loss only without
     label smoothing, z-loss, routers' losses and clipping of values.
     """
-    args = replace(plan.args, compile_blocks=False, fp8=None, label_smoothing=0.0, z_loss=0.0, router_aux_loss=0.0,
-                   router_z_loss=0.0, expert_capacity_factor=0.0, gradient_value_clipping=0.0,
-                   adaptive_clipping=0.0, noise_scale_interval=0)
+    args = replace(plan.args, compile_blocks=False, extensions=without_model_flags(plan.args), label_smoothing=0.0,
+                   z_loss=0.0, router_aux_loss=0.0, router_z_loss=0.0, expert_capacity_factor=0.0,
+                   gradient_value_clipping=0.0, adaptive_clipping=0.0, noise_scale_interval=0)
     model = replace(plan.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
     return replace(plan, model=model, args=args)
 
@@ -65,7 +66,7 @@ class Gradients:
 
     loss: float  # mean of the global batch
     norm: float  # global norm, as the engine reports it
-    norms: dict[str, float]  # of each parameter on any rank, by name; NaN: the parameter has no gradient
+    norms: dict[str, float]  # norms of each parameter on any rank, by name; NaN: the parameter has no gradient
     kept: dict[str, torch.Tensor]  # the gradients of the parameters of this rank that were asked for
 
 

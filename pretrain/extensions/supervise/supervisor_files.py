@@ -17,8 +17,7 @@ from typing import Any
 
 import psutil
 
-from pretrain.cluster.outcome import RunProgress
-from pretrain.cluster.patient_reads import read_patiently
+from pretrain.cluster.outcome import RunProgress, read_patiently
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import Goodput, newest_path
 from pretrain.resilience.lease_file import Owner, read_lease

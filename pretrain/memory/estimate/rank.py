@@ -151,7 +151,8 @@ class Rank:
         tokens = -(-layout.micro_batch_size * layout.seq_length // layout.sequence_parallel_size)
         return MicroBatch(tokens, layout.seq_length, layout.element_bytes, cuda=layout.device_kind == "cuda",
                           tensor_parallel_size=layout.tensor_parallel_size, documents=layout.document_attention,
-                          fp16=layout.precision == "fp16", mlp_tiles=layout.mlp_tiles, fp8=layout.fp8,
+                          fp16=layout.precision == "fp16", mlp_tiles=layout.mlp_tiles,
+                          model_extensions=layout.model_extensions,
                           sequence_parallel_size=layout.sequence_parallel_size, keeps_norms=layout.zero_stage == 3,
                           plain=layout.plain_operators, compiled=layout.compile_blocks)
 

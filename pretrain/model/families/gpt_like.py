@@ -23,7 +23,7 @@ GPT2 = Family(
         "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
     },
     fields={**_WITH_BIASES, "position": "learned", "scale_residual_init": True}, key_names=_GPT2_KEY_NAMES,
-    # in the published configs of GPT-2 medium, large and XL; transformers does not use them
+    # keys in the published configs of GPT-2 medium, large and XL; transformers does not use them
     ignored=frozenset({"n_special", "predict_special_tokens", "output_past"}),
     names=Names(
         prefix="transformer.", embedding="wte", positions="wpe", blocks="h", final_norm="ln_f", transposed=True,

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from pretrain.model import attention_on_cuda
-from pretrain.model.attention_on_cuda import FLEX_BLOCK as BLOCK
+from pretrain.model import attention_memory
+from pretrain.model.attention_memory import FLEX_BLOCK as BLOCK
 from pretrain.model.kernels.documents import Documents, first_keys
 
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -31,7 +31,7 @@ def why_not_flex(q_BHTE: torch.Tensor, *, dropout: float, on_cuda: bool) -> str:
     if not has_triton():
         return "the package triton is missing, or does not support this GPU"
     precision = _PRECISIONS.get(q_BHTE.dtype, "fp32")
-    return attention_on_cuda.why_not_flex(precision=precision, head_size=q_BHTE.shape[3], seq_length=q_BHTE.shape[2],
+    return attention_memory.why_not_flex(precision=precision, head_size=q_BHTE.shape[3], seq_length=q_BHTE.shape[2],
                                           dropout=dropout) or _Failure.reason
 
 

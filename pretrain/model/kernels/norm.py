@@ -58,7 +58,7 @@ class Recomputation:
 
 
 class NormSource(NamedTuple):
-    """What a linear layer saves instead of the norm that it is given: inputs of the norm, which others save too."""
+    """Inputs of a norm, which a linear layer saves instead of the norm that it is given: others save them, too."""
 
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, weight, bias
     recomputation: Recomputation

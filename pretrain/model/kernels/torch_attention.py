@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
-from pretrain.model.attention_on_cuda import has_flash
+from pretrain.model.attention_memory import has_flash
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import block_mask, flex_causal_attention, why_not_flex
 from pretrain.model.operators import Operator
@@ -116,7 +116,7 @@ def torch_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: t
     if softcap:
         return _softcapped(q_BHTE, k_BKTE, v_BKTE, mask, dropout=dropout,
                            scale=scale or 1 / math.sqrt(q_BHTE.shape[-1]), softcap=softcap)
-    if grouped:  # with a mask, torch 2.x has no fused kernel on CUDA for fewer key/value heads than query heads
+    if grouped:  # torch 2.x has no fused kernel on CUDA for a mask and fewer key/value heads than query heads
         k_BKTE, v_BKTE = _repeat_heads(k_BKTE, q_BHTE), _repeat_heads(v_BKTE, q_BHTE)
     return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, dropout_p=dropout,
                                           scale=scale or None)

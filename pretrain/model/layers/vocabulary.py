@@ -23,8 +23,7 @@ from pretrain.model.kernels.fused_loss import (
     fused_linear_cross_entropy,
     loss_of_logits,
 )
-from pretrain.model.kernels.token_scores import TokenScores, scores_of_logits, token_scores
-from pretrain.model.kernels.vocabulary_shards import VocabularyShard
+from pretrain.model.kernels.vocabulary_shards import TokenScores, VocabularyShard, scores_of_logits, token_scores
 from pretrain.model.parallel.shared_tensors import gather, own_shard, sum_and_scatter, summed_gradients
 from pretrain.model.parameters import create_parameters
 
@@ -151,7 +150,7 @@ class TokenEmbedding(nn.Module):
         self.shard = _vocabulary_shard(config, groups)
         create_parameters(self, layer.by_name(), groups)
         self.scale, self.softcap, self.loss = config.embedding_scale, config.logit_softcap, loss or TrainingLoss()
-        # with learned positions, PositionEmbedding applies the dropout
+        # PositionEmbedding applies the dropout of learned positions
         self.dropout = nn.Dropout(config.embedding_dropout if config.position != "learned" else 0.0)
 
     def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:

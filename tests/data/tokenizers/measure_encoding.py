@@ -6,7 +6,6 @@ and makes an array of its list. "tokenizers" is the same model, exported, in the
 """
 
 import argparse
-import base64
 import io
 import json
 import os
@@ -19,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.prepare.python_corpus import python_corpus
+from pretrain.commands.corpus import python_corpus
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
-from pretrain.data.tokenizers.tiktoken_encodings import ENCODINGS
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
@@ -32,7 +30,7 @@ SENTENCEPIECE: dict[str, dict[str, Any]] = {
     "unigram, identity": {"model_type": "unigram", "byte_fallback": True, **_PLAIN},
     "unigram, nmt_nfkc": {"model_type": "unigram"},
 }
-TIKTOKEN = ("cl100k_base", "o200k_base")
+Train = Callable[[Sequence[str], Path, int], dict[str, Path]]
 
 
 def train_models(texts: Sequence[str], folder: Path, vocab_size: int) -> dict[str, Path]:
@@ -47,34 +45,11 @@ def train_models(texts: Sequence[str], folder: Path, vocab_size: int) -> dict[st
                                    vocab_size=vocab_size, hard_vocab_limit=False, num_threads=1, **options)
         paths[name] = folder / f"{number}.model"
         paths[name].write_bytes(written.getvalue())
-    for encoding in TIKTOKEN:
-        paths[encoding] = folder / f"{vocab_size}.{encoding}.tiktoken"
-        paths[encoding].write_bytes(train_ranks(texts, encoding, vocab_size))
     return paths
-
-
-def train_ranks(texts: Sequence[str], encoding: str, vocab_size: int) -> bytes:
-    """Train byte-level BPE with the pattern of an encoding. Return its file of ranks."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(ENCODINGS[encoding].export_pattern), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    library.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    tokens = sorted(library.get_vocab(), key=library.get_vocab().__getitem__)
-    return b"".join(base64.b64encode(bytes(map(byte_of.__getitem__, token))) + b" %d\n" % rank
-                    for rank, token in enumerate(tokens))
 
 
 def library_loop(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     """Return the function of the library that encodes one text."""
-    if tokenizer.tiktoken is not None:
-        encode: Callable[[str], list[int]] = tokenizer.tiktoken.library.encode_ordinary
-        return encode
     from sentencepiece import SentencePieceProcessor
 
     return SentencePieceProcessor(model_file=str(tokenizer.path)).encode
@@ -90,10 +65,11 @@ def tokenizers_library(path: Path) -> Tokenizer | None:
         return load_tokenizer(Path(folder) / "tokenizer.json")
 
 
-def measure(path: Path, texts: Sequence[str], rounds: int) -> list[float]:
+def measure(path: Path, texts: Sequence[str], rounds: int,
+            loop_of: Callable[[Tokenizer], Callable[[str], list[int]]]) -> list[float]:
     """Return MB/s of CPU time: of the library, of this package, and of the tokenizers library (0: no equivalent)."""
     tokenizer, exported = load_tokenizer(path), tokenizers_library(path)
-    encode = library_loop(tokenizer)
+    encode = loop_of(tokenizer)
 
     def loop() -> Any:
         return np.concatenate([np.array(encode(text), tokenizer.ids.dtype) for text in texts])
@@ -111,7 +87,9 @@ def measure(path: Path, texts: Sequence[str], rounds: int) -> list[float]:
     return [*(size / median(found) for found in times), 0.0][:3]
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None, *, train: Train = train_models,
+         loop_of: Callable[[Tokenizer], Callable[[str], list[int]]] = library_loop) -> None:
+    """Print the table. `train`: trains the models; `loop_of`: the function of the library that encodes one text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", metavar="TEXT", nargs="*", type=Path, help="more texts, UTF-8")
     parser.add_argument("--megabytes", type=float, default=8, help="of Python source files")
@@ -123,11 +101,12 @@ def main(words: Sequence[str] | None = None) -> None:
         corpus = python_corpus(Path(name), megabytes=args.megabytes).train.read_text()
         texts = {"Python source": [json.loads(line)["text"] for line in corpus.splitlines()],
                  **{path.name: [path.read_text()] for path in args.texts}}
-        models = train_models([text for parts in texts.values() for text in parts], Path(name), args.vocab_size)
+        models = train([text for parts in texts.values() for text in parts], Path(name), args.vocab_size)
         print(f"| {'model':17} | {'text':20} | library | this package | tokenizers |")
         for kind, path in models.items():
             for text, parts in texts.items():
-                found = [f"{rate:.1f}" if rate else "" for rate in measure(path, parts, args.rounds)]
+                found = [f"{rate:.1f}" if rate else "" for rate in
+                         measure(path, parts, args.rounds, loop_of)]
                 print(f"| {kind:17} | {text:20} | {found[0]:>7} | {found[1]:>12} | {found[2]:>10} |", flush=True)
 
 

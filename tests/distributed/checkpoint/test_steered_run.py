@@ -2,17 +2,13 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pretrain.monitor.read_run_folder import read_rows, read_starts
-from pretrain.monitor.repeat_command import command_of
 from tests.support.launch import ROOT, tails, train_ranks
 
 Losses = list[tuple[int, float, float]]
@@ -113,19 +109,6 @@ def test_a_damaged_source_is_rejected(runs: Runs) -> None:
     assert f"--resume_from {runs.folder / 'global_step2'}: " in line
     assert file.name in line
     assert not list((runs.folder / "third").glob("checkpoints/global_step*"))
-
-
-def test_the_record_repeats_a_start(runs: Runs) -> None:
-    """Run the script of the start that resumed: it has the same configuration, and gives the same losses."""
-    record = read_starts(runs.folder / "run")[1]
-    script = runs.folder / "repeat.sh"
-    script.write_text(command_of(record, runs.folder / "run"))
-    environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-               "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["sh", str(script), str(runs.folder / "repeated")], env=environ, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert runs.losses("repeated") == runs.losses("run")[4:]
 
 
 def test_the_record_names_what_a_result_depends_on(runs: Runs) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.convert.export_trainer import export_trainer
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.convert.universal import convert, export_universal
-from pretrain.distributed.deepspeed_version import is_at_least
+from pretrain.checkpoint.convert.universal import convert, export_trainer, export_universal
+from pretrain.distributed.requirements import is_at_least
 from tests.support.cases import case, config, flags
 from tests.support.launch import run_worker
 from tests.support.layouts import MODEL_WITH_EXPERTS, dp2, pp2, relative_difference, run_layouts

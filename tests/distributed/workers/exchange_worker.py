@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.parallel_groups import create_group
-from pretrain.model.parallel.token_exchange import plan_exchange, return_from_experts, send_to_experts
+from pretrain.model.layers.experts import plan_exchange, return_from_experts, send_to_experts
 from tests.support.cases_loop import each_case
 
 

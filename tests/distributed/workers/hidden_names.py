@@ -60,7 +60,7 @@ if __name__ == "__main__":
     installed = importlib.metadata.version
     importlib.metadata.version = lambda package: version if package == "deepspeed" else installed(package)
 
-    from pretrain.distributed.deepspeed_version import deepspeed_version
+    from pretrain.distributed.requirements import deepspeed_version
     from pretrain.train import main
 
     deepspeed_version.cache_clear()

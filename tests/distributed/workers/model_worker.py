@@ -13,7 +13,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, RankGroup
-from pretrain.engine.patches.defects import has_defect
+from pretrain.engine.patches.apply import has_defect
 from pretrain.engine.patches.pipeline import divide_gradients_at_the_loss
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initialize_parameters

@@ -13,9 +13,8 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from pretrain.checkpoint.convert.export_trainer import export_trainer
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.convert.universal import export_universal
+from pretrain.checkpoint.convert.universal import export_trainer, export_universal
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.extensions.adopt.adopt import adopt, plan_adoption
 from pretrain.extensions.adopt.deepspeed.universal import read

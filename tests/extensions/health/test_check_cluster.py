@@ -20,7 +20,6 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import psutil
 import pytest
@@ -347,9 +346,9 @@ def test_only_signed_values_of_the_expected_form_are_read(monkeypatch: pytest.Mo
     kind = RankResult[dict[str, ConnectionResult]]
     value = RankResult({"h1": ConnectionResult(1e-4, -0.5)})
     monkeypatch.setenv(SECRET_VARIABLE, "of an earlier start")
-    old = encode_value("disk: rank 1", value, kind)
+    old = encode_value("disk: rank 1", value)
     monkeypatch.setenv(SECRET_VARIABLE, "of this start")
-    good = encode_value("disk: rank 1", value, kind)
+    good = encode_value("disk: rank 1", value)
     assert decode_value("disk: rank 1", good, kind) == value
     for content in (b"", b"x", old, good[:-1], good[32:], pickle.dumps(value), good + b" ", bytes(40)):
         with pytest.raises(ForeignValueError, match=r"^disk: rank 1: .* not signed with this rank's DS_PRETRAIN_SECRE"):
@@ -357,10 +356,10 @@ def test_only_signed_values_of_the_expected_form_are_read(monkeypatch: pytest.Mo
     with pytest.raises(ForeignValueError, match="not signed"):
         decode_value("disk: rank 2", good, kind)  # a copy of another rank's value
     with pytest.raises(ForeignValueError, match=r"it has 16,777,\d+ bytes"):
-        decode_value("disk: rank 1", encode_value("disk: rank 1", "x" * 2**24, str), str)
+        decode_value("disk: rank 1", encode_value("disk: rank 1", "x" * 2**24), str)
     for wrong in ([], "x", {"value": 1}, {"value": {"h1": {"error": 5}}}, {"value": None, "error": {}}, None):
         with pytest.raises(ForeignValueError, match="not of the expected form"):
-            decode_value("disk: rank 1", encode_value("disk: rank 1", wrong, Any), kind)
+            decode_value("disk: rank 1", encode_value("disk: rank 1", wrong), kind)
     for text in (b"[" * 100_000, b'{"value":' * 100_000, b"9" * 100_000, b"\xff", b"NaN"):
         with pytest.raises(ForeignValueError, match="not of the expected form"):
             decode_value("k", _signature("k", text) + text, kind)

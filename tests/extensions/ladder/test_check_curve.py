@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.monitor.expected import Expected
+from pretrain.monitor.curve import Expected
 from pretrain.stored_json import read_json
 from tests.config.test_validate import plan_of
 from tests.wrong_inputs.world import make_world

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster.slow_hosts import SLOW_HOSTS
+from pretrain.cluster.fewer_hosts import SLOW_HOSTS
 from pretrain.monitor.read_run_folder import read_events
 from tests.cluster.workers.ssh_hosts import Host, Hosts, two_hosts
 from tests.extensions.supervise.test_hosts import flags, start_supervised

@@ -21,7 +21,6 @@ from pretrain.model.config import load_model_config
 from pretrain.model.layer_specs import as_module
 from pretrain.model.own_models import import_own_model
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
-from pretrain.monitor.repeat_command import command_of
 from tests.conftest import selected_params
 from tests.extensions.wrapped import WORKERS
 from tests.support.cases import CPU, case, config
@@ -125,8 +124,7 @@ def test_a_model_of_the_users_code_trains_resumes_in_another_layout_and_is_expor
     ours.load_state_dict(CheckpointReader(own_code / "run" / "checkpoints" / "global_step6").weights())
     tokens = torch.arange(24).view(2, 12)
     torch.testing.assert_close(ours(tokens), exported(tokens).logits, atol=1e-5, rtol=0)
-    script = command_of(newest_start(own_code / "run"), own_code / "run")
-    assert '--model_code "${2:?the model_code that the first lines name}"' in script
+    assert newest_start(own_code / "run")["flags"]["model_code"] == "my_model:MyConfig"
 
 
 def losses(row: dict[str, Any]) -> list[float]:

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
-from pretrain.checkpoint.convert.export_trainer import export_trainer
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.convert.universal import convert, export_universal
+from pretrain.checkpoint.convert.universal import convert, export_trainer, export_universal
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.data.run_data import open_run_data

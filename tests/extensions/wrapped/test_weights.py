@@ -16,8 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
-from pretrain.checkpoint.convert.import_hf import import_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
+from pretrain.checkpoint.convert.write_weights import import_hf
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, read_header
 from pretrain.checkpoint.load.reader import CheckpointReader, HFWeights
 from pretrain.extensions.wrapped.prove import tiny_config

@@ -20,9 +20,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
 from pretrain.data.loader import Loader
-from pretrain.engine import build, single_steps
+from pretrain.engine import build, examine
 from pretrain.engine.steps import loss_scale
-from pretrain.extensions.sanity.result import table_lines
+from pretrain.extensions.sanity.extension import table_lines
 from pretrain.extensions.sanity.run_checks import run_checks
 from pretrain.model.kernels.torch_attention import ATTENTION
 from pretrain.model.layers.block import Block
@@ -141,8 +141,8 @@ def norm_with_loss_scale() -> Any:
 
 def wrong_sign() -> Any:
     """The optimizer adds its updates instead of subtracting them."""
-    right = single_steps.set_learning_rate
-    return mock.patch.object(single_steps, "set_learning_rate", lambda engine, lr: right(engine, -lr))
+    right = examine.set_learning_rate
+    return mock.patch.object(examine, "set_learning_rate", lambda engine, lr: right(engine, -lr))
 
 
 def dropout_without_mode() -> Any:
