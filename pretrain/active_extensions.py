@@ -131,6 +131,25 @@ def functions(what: str, args: "RunArguments | None" = None) -> Iterator[tuple[E
             yield each, function
 
 
+def reader_of(what: str, url: str, where: str) -> tuple[Extension, Callable[..., Any]]:
+    """Return the function that reads URLs of this scheme, and its extension. Raises ConfigError if there is none.
+
+    Args:
+        what: "token_files" or "text_inputs".
+        where: beginning of the error.
+    """
+    scheme = url.partition("://")[0].lower()
+    for name in (scheme, "*"):
+        found = [each for each in extensions() if name in getattr(each, what)]
+        if len(found) > 1:
+            raise ConfigError(where, problem=f"several extensions read {name}://: "
+                              f"{', '.join(each.name for each in found)}", remedy="leave all but one of them out")
+        if found:
+            return found[0], found[0].load(getattr(found[0], what)[name])
+    raise ConfigError(where, problem=f"no extension reads {scheme}://", remedy="copy the files to a local disk, and "
+                      "give their path; or name an extension that reads them by --extension")
+
+
 def types_of(extension: Extension) -> dict[str, Any]:
     """Return the types of the flags of an extension by name."""
     return typing.get_type_hints(extension.settings) if extension.settings is not None else {}

@@ -192,6 +192,14 @@ class Extension:
     precision: "str | Callable[[RunArguments], str]" = ""  # a text about what `model` computes otherwise
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
+    # scheme of URLs, or "*" for those that no extension names -> (url, settings) -> a TokenFiles of
+    # data/token_files/token_file.py; `settings`: those of the extension, as the run has them, or their defaults
+    token_files: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
+    # scheme, or "*" -> (url, commits, is_left_out) -> the files that a URL names: see data/text_inputs/stored_file.py
+    text_inputs: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
+    # flag of `prepare` and `tokenizer`, which `extends` adds -> (flags) -> what it names in place of inputs, a
+    # NamedDataset of data/text_inputs/dataset.py; None: nothing
+    datasets: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
     # () -> a TokenizerFormat (data/tokenizers/tokenizer.py): more values and files that --tokenizer takes
     tokenizers: "str | Callable[[], TokenizerFormat]" = ""
     # (cluster, measured=) -> a StepEstimates for these machines; if `measured` has run folders, it is fitted to these

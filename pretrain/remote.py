@@ -1,14 +1,14 @@
-"""Files of object stores and web servers, read in ranges of bytes: s3://, gs://, https://, hf:// and others of fsspec.
+"""URLs: their names without credentials, the packages that they need, and requests that are repeated.
 
-Credentials come from each protocol's own environment: AWS_*, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ~/.netrc ...
+Extensions read what is at a URL (`token_files` and `text_inputs` of extension.py). Credentials come from each
+protocol's own environment: AWS_*, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ~/.netrc ...
 """
 
 import errno
-import functools
 import re
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pretrain.cli import is_url as is_url
 from pretrain.cli import path_text, say, text
@@ -20,23 +20,16 @@ _QUERY = re.compile(r"(https?://[^\s?]*)\?\S*|(://[^\s?]*)\?\S*=\S*", re.IGNOREC
 """of stores, `?` may be part of a glob; a signature has a `=`"""
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http"}
 """protocol -> the extra of this package that installs its client"""
-_FIRST_WAIT_S, _LONGEST_WAIT_S, _ANSWER_S = 0.5, 30.0, 60.0
-_PIECE_BYTES = 1 << 16
-_WHOLE_BYTES = 16 << 20
-"""size up to which a file is read at once from a server that ignores ranges"""
-_CONNECTIONS = 64
+_FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 _SILENT_S = 5.0
 """seconds of failures after which a warning names the store"""
-_VERSION_KEYS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "LastModified", "Last-Modified", "mtime",
-                 "modified", "last_modified", "created")
-"""keys of fsspec's facts about a file; the first one that is there identifies the version of the file"""
 _CANNOT_BE_READ = ("NoCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL", "HFValidationError",
                    "HfUriError")
 """names of exceptions of the clients that another attempt would raise again"""
+_PRECONDITION = ("PreconditionFailed", "pre-conditions", "and Etag")
+"""words of errors of s3fs for a file with another ETag"""
 _REMEDIES = {"NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public "
                                    "bucket, set FSSPEC_S3_ANON=true"}
-_PINNING = ("S3FileSystem", "HTTPFileSystem")
-"""fsspec's clients to which a range of one version, named by its ETag, can be asked for"""
 _T = TypeVar("_T")
 
 
@@ -79,211 +72,10 @@ def check_protocol(url: str, where: str) -> str:
     return protocol
 
 
-def open_file_system(url: str, where: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, and the path on it. Raises ConfigError as `check_protocol`."""
-    import fsspec
-
-    protocol = check_protocol(url, where)
-    try:
-        system, path = fsspec.url_to_fs(url, **_settings(protocol))
-    except ValueError as error:
-        raise ConfigError(where, problem=f"the URL cannot be used: {_text_of(error)}") from None
-    except OSError as error:  # clients of some protocols, such as ftp://, connect here
-        raise ConfigError(where, problem=f"the server cannot be reached: {_text_of(error)}") from None
-    return system, str(path)
-
-
-def _settings(protocol: str) -> dict[str, Any]:
-    """Return settings of the client: of S3, more than botocore's 10 connections, besides what the user has set."""
-    import fsspec.config
-
-    if protocol in ("http", "https"):  # without trust_env, aiohttp reads neither ~/.netrc nor the variables of proxies
-        return {"client_kwargs": {"trust_env": True}}
-    if protocol not in ("s3", "s3a"):
-        return {}
-    own = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
-    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS, **own}}
-
-
-class RemoteFile:
-    """A file at a URL. Threads may read it at the same time.
-
-    It has one version: the one that was found when it was opened, or `version`, if a caller recorded one. If the store
-    answers with another version, a ConfigError says so. A failed request is repeated after 0.5, 1, 2 ... 30 seconds.
-
-    Attributes:
-        patience_s: seconds of failures after which ConfigError is raised; inf: never, and warnings continue.
-        report: called with each warning, and whether the store still does not answer.
-        last_wait: seconds of the last wait that is over and was reported, and the last answer in it.
-        pins_version: whether each request asks for this version and no other.
-    """
-
-    def __init__(self, url: str, *, version: str = "", size: int | None = None, patience_s: float = 120.0) -> None:
-        """size: of this version, if a listing of the store named both; then no request is made here.
-
-        Raises ConfigError if there is no such file, and if it cannot be read.
-        """
-        self.name = without_credentials(url)
-        self.patience_s = patience_s
-        self.report: Callable[[str, bool], None] = lambda line, waits: say(line)
-        self.last_wait: tuple[float, str] = 0.0, ""
-        self._warned_at, self._answer = 0.0, ""
-        self._system, self._path = open_file_system(url, self.name)
-        self._content: bytes | None = None  # of a small file on a server without ranges
-        self.size, self.version = size or 0, version
-        if size is None or not version:
-            facts = self._facts()
-            self.size, self.version = int(facts["size"]), version_of(facts)
-        self.pins_version = self.version.startswith('"') and type(self._system).__name__ in _PINNING
-        if (version and version != self.version) or (size is not None and size != self.size):
-            raise self._changed()
-
-    def read(self, start: int, num_bytes: int) -> bytes:
-        """Return the bytes [start, start + num_bytes), fewer at the end of the file. Raises ConfigError."""
-        stop = min(start + num_bytes, self.size)
-        if self._content is not None:
-            return self._content[start:stop]
-        parts: list[bytes] = []
-        while start < stop:
-            parts.append(self._retry(functools.partial(self._request, start, stop)))
-            start += len(parts[-1])
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def check_version(self) -> None:
-        """Raise ConfigError if the file is another one now than when it was opened."""
-        facts = self._facts()
-        if version_of(facts) != self.version or facts["size"] != self.size:
-            raise self._changed()
-
-    def _retry(self, request: Callable[[], _T]) -> _T:
-        return with_retries(request, self.name, self.patience_s, report=self._warn)
-
-    def _warn(self, seconds: float, answer: str) -> None:
-        """Report that a request waits, or has been answered; of requests that wait at the same time, report one."""
-        now = time.monotonic()
-        if (now - self._warned_at < _LONGEST_WAIT_S / 2 - 1) if answer else not self._warned_at:
-            return
-        self._warned_at = now if answer else 0.0
-        self._answer = answer or self._answer
-        if not answer:
-            self.last_wait = seconds, self._answer
-        self.report(waiting_line(self.name, seconds, answer), bool(answer))
-
-    def _facts(self) -> dict[str, Any]:
-        def ask() -> dict[str, Any]:
-            if type(self._system).__name__ == "HTTPFileSystem":
-                from fsspec.asyn import sync
-
-                return dict(sync(self._system.loop, self._facts_of_http, timeout=_ANSWER_S))
-            self._system.invalidate_cache()
-            return dict(self._system.info(self._path))
-
-        facts = self._retry(ask)
-        if facts.get("type") == "directory" or facts.get("size") is None:
-            raise ConfigError(self.name, problem="the store names no size for it: it is no file, or the server sends "
-                              "it without Content-Length", remedy="download it, and give the path")
-        return facts
-
-    def _request(self, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop); fewer, but at least one, if the connection ended before all came."""
-        data = bytearray()
-        try:
-            self._fetch(start, stop, data)
-        except Exception as error:
-            if not data or _lasting_problem(_reason_of(error)):
-                raise
-        if not data:
-            raise OSError(errno.EIO, f"0 of {stop - start} bytes came")
-        return bytes(data[: stop - start])
-
-    def _fetch(self, start: int, stop: int, data: bytearray) -> None:
-        """Append a range of this version to `data`. The protocol is asked for the version, if it can be."""
-        from fsspec.asyn import AsyncFileSystem, sync
-
-        system, kind = self._system, type(self._system).__name__
-        if kind == "S3FileSystem" and self.pins_version:
-            sync(system.loop, self._fetch_from_s3, start, stop, data, timeout=_ANSWER_S)
-        elif kind == "HTTPFileSystem":
-            sync(system.loop, self._fetch_from_http, start, stop, data, timeout=_ANSWER_S)
-        elif isinstance(system, AsyncFileSystem):
-            data += sync(system.loop, system._cat_file, self._path, start=start, end=stop, timeout=_ANSWER_S)
-        elif kind == "HfFileSystem":  # its default cache would read ahead, and ask for the size
-            data += system.cat_file(self._path, start=start, end=stop, cache_type="none", size=self.size)
-        else:
-            data += system.cat_file(self._path, start=start, end=stop)
-
-    async def _fetch_from_s3(self, start: int, stop: int, data: bytearray) -> None:
-        bucket, key, version_id = self._system.split_path(self._path)
-        own = {"VersionId": version_id} if version_id else {}
-        answer = await self._system._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}",
-                                             IfMatch=self.version, **own)
-        body = answer["Body"]
-        async with body:
-            while piece := await body.read(_PIECE_BYTES):
-                data += piece
-
-    async def _facts_of_http(self) -> dict[str, Any]:
-        """Return the facts of a web server's file. fsspec's `info` would begin to fetch it if HEAD fails."""
-        size = None
-        for method, part in (("HEAD", {}), ("GET", {"Range": "bytes=0-0"})):  # a signature may be valid for GET only
-            async with await self._ask_http(method, part) as answer:
-                if method == "HEAD" and answer.status in (400, 401, 403, 404, 405, 501):
-                    continue
-                total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-                if answer.status != 416:  # 416: no byte of an empty file
-                    self._system._raise_not_found_for_status(answer, self._path)
-                if answer.status in (206, 416) and total.isdigit():
-                    size = int(total)
-                elif answer.headers.get("Content-Encoding", "identity") == "identity":
-                    size = answer.content_length
-                if size is not None:
-                    return {"size": size, "type": "file", "ETag": answer.headers.get("ETag"),
-                            "Last-Modified": answer.headers.get("Last-Modified")}
-        return {"size": None}
-
-    async def _ask_http(self, method: str, headers: dict[str, str]) -> Any:
-        system = self._system
-        session = await system.set_session()
-        # Without "identity", a server may send a range of the compressed file.
-        headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity", **headers}
-        return session.request(method, system.encode_url(self._path), allow_redirects=True,
-                               **{**system.kwargs, "headers": headers})
-
-    async def _fetch_from_http(self, start: int, stop: int, data: bytearray) -> None:
-        headers = {"Range": f"bytes={start}-{stop - 1}"}
-        if self.pins_version:  # a weak ETag, W/"...", never matches
-            headers["If-Match"] = self.version
-        async with await self._ask_http("GET", headers) as answer:
-            self._system._raise_not_found_for_status(answer, self._path)
-            version = answer.headers.get("ETag" if '"' in self.version else "Last-Modified", "")
-            if self.version and version not in ("", self.version):
-                raise self._changed()
-            is_whole = answer.status == 200 and stop - start < self.size
-            if is_whole and self.size > _WHOLE_BYTES:
-                raise ConfigError(self.name, problem="the server sends the complete file instead of the range of bytes "
-                                  "that is asked for", remedy="download it with curl -O, and give the path")
-            content = bytearray() if is_whole else data
-            async for piece in answer.content.iter_chunked(_PIECE_BYTES):
-                content += piece
-            if is_whole:
-                if len(content) != self.size:
-                    raise OSError(errno.EIO, f"{len(content)} of {self.size} bytes came")
-                self._content = bytes(content)
-                data += content[start:stop]
-
-    def _changed(self) -> ConfigError:
-        return changed_error(self.name)
-
-
 def changed_error(name: str) -> ConfigError:
     """Return the error for a file that is not the one that was read before."""
     return ConfigError(name, problem="it was changed while it was read: the store has another version now",
                        remedy="restore it, or begin again")
-
-
-def version_of(facts: dict[str, Any]) -> str:
-    """Return what identifies a version of a file, from fsspec's facts about it: its ETag, else its time; or ""."""
-    return next((str(facts[key]) for key in _VERSION_KEYS if facts.get(key)), "")
 
 
 def waiting_line(name: str, seconds: float, answer: str) -> str:
@@ -311,28 +103,28 @@ def with_retries(request: Callable[[], _T], name: str, patience_s: float = 120.0
             raise
         except Exception as error:  # each client of fsspec has its own exception classes
             failed_s = time.monotonic() - started
-            error = _reason_of(error)
-            reason = f"{type(error).__name__}: {_text_of(error)}"
-            if problem := _lasting_problem(error):
+            error = reason_behind(error)
+            reason = f"{type(error).__name__}: {text_of(error)}"
+            if problem := lasting_problem(error):
                 raise ConfigError(name, problem=problem, remedy=_REMEDIES.get(type(error).__name__, "")) from None
             if failed_s + wait_s > patience_s:
                 raise StoreError(name, problem=f"no answer for {failed_s:.0f} s: {reason}", remedy="check the network "
                                  "and the store, and give the same command again") from None
-            if failed_s >= _SILENT_S and failed_s - warned_s >= _LONGEST_WAIT_S / 2:
+            if failed_s >= _SILENT_S and failed_s - warned_s >= LONGEST_WAIT_S / 2:
                 warned_s = failed_s
                 if report is None:
                     say(waiting_line(name, failed_s, reason))
                 else:
                     report(failed_s, reason)
         time.sleep(wait_s)
-        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     return shorten(printable(without_credentials(str(error))), 300)
 
 
-def _reason_of(error: Exception) -> Exception:
+def reason_behind(error: Exception) -> Exception:
     """Return the error behind a FileNotFoundError, which fsspec's HTTP client raises for any failure."""
     cause = error.__cause__
     is_of_http = type(cause).__module__.partition(".")[0] in ("aiohttp", "asyncio") or \
@@ -340,21 +132,21 @@ def _reason_of(error: Exception) -> Exception:
     return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_of_http else error
 
 
-def _lasting_problem(error: BaseException) -> str:
+def lasting_problem(error: BaseException) -> str:
     """Return why a request can never succeed; "" if it may."""
     status = _http_status(error)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        reason = _text_of(error)
+        reason = text_of(error)
         return reason if " " in reason and status is None else "there is no such file"
-    if status in (412, 416) or "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
+    if status in (412, 416) or any(word in str(each) for each in (error, error.__cause__) for word in _PRECONDITION):
         return str(changed_error("").args[0]).removeprefix(": ")
     if isinstance(error, PermissionError) or status in (401, 403):
-        return f"the store refuses access: {_text_of(error)}"
+        return f"the store refuses access: {text_of(error)}"
     if isinstance(error, (ImportError, TypeError, NotImplementedError)) or type(error) is ValueError or \
             type(error).__name__ in _CANNOT_BE_READ or getattr(error, "errno", None) == errno.EINVAL:
-        return f"it cannot be read: {type(error).__name__}: {_text_of(error)}"
+        return f"it cannot be read: {type(error).__name__}: {text_of(error)}"
     if status is not None and 400 <= status < 500 and status not in (408, 425, 429):
-        return f"the server answers {status}: {_text_of(error)}"
+        return f"the server answers {status}: {text_of(error)}"
     return ""
 
 

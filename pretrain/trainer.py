@@ -38,7 +38,7 @@ from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.resilience.data_watch import DataWatch, wait_for_stores
+from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.early_stopping import EarlyStopping, early_end_line
 from pretrain.resilience.guard import Guard
 from pretrain.resilience.replicas import ReplicaCheck
@@ -182,7 +182,6 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: Callbac
     requests = Requests(engine.device, folder, guards.launcher, exit_after_minutes=plan.args.exit_after_minutes,
                         committed_step=lambda: saver.committed_step, report=screen.line,
                         asked=request_files(plan.args))
-    wait_for_stores(plan, guards.watchdog, screen, rank=world.rank)
     # after `Requests`: who waits for the start's event may send a signal, which must then be a request to save
     announce_start(plan, world, screen, folder, first_step=start.step,
                    resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,

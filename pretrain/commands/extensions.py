@@ -27,5 +27,7 @@ def _description(extension: Extension) -> str:
     missing = [package for package in extension.requires if importlib.util.find_spec(package) is None]
     lines = [f"{extension.name} ({extension.origin}): {extension.summary}"]
     rows = {"flags": " ".join(f"--{name}" for name in extension.flags), "commands": " ".join(extension.commands),
-            "adds to": " ".join(extension.extends), "missing packages": " ".join(missing)}
+            "adds to": " ".join(extension.extends),
+            "reads": " ".join(f"{scheme}://" for scheme in {**extension.token_files, **extension.text_inputs}),
+            "missing packages": " ".join(missing)}
     return "\n".join([*lines, *(f"  {name}: {value}" for name, value in rows.items() if value)])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.active_extensions import document_steps, extend_parser
+from pretrain.active_extensions import document_steps, extend_parser, extensions
 from pretrain.cli import (
     Parser,
     StopRequest,
@@ -28,8 +28,8 @@ from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import parse_shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
+from pretrain.data.text_inputs.dataset import NamedDataset
 from pretrain.data.text_inputs.formats import STDIN
-from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file, format_of, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import LEAST_PIECES, train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
@@ -39,8 +39,6 @@ _INPUT_HELP = ("text, JSON lines or Parquet, also compressed (.gz, .zst): a file
                "standard input. A URL such as s3://bucket/folder, gs://bucket/*.jsonl, https://host/file or "
                "hf://datasets/org/name/*.parquet is one of these in a store; its credentials come from the "
                "environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ~/.netrc, HF_TOKEN)")
-_OPTIONS = ("dataset_config", "dataset_split", "dataset_revision")
-_ONLY_OF_FILES = ("format", "document_separator")
 
 
 def prepare_main() -> int:
@@ -52,7 +50,7 @@ def prepare_main() -> int:
     settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, steps)
     shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
-        if isinstance(inputs, DatasetName):
+        if isinstance(inputs, NamedDataset):
             # the tokenizer's commit is the one of the tokens
             inputs = pin_dataset(inputs, args.out, shard, overwrite=args.overwrite)
         special = [name for step in steps for name in step.special_tokens]
@@ -115,15 +113,8 @@ def _prepare_parser() -> Parser:
 
 
 def _add_input_flags(parser: Parser) -> None:
-    """Add INPUT, and the flags of a dataset and of how inputs are read."""
+    """Add INPUT, and the flags that say how inputs are read."""
     parser.add_argument("inputs", metavar="INPUT", nargs="*", type=path_or_url, help=_INPUT_HELP)
-    parser.add_argument("--dataset", type=path_text,
-                        help="instead of INPUT, read a dataset of the Hugging Face Hub (ORG/NAME), or a folder with "
-                        "the files of one; its rows are streamed, and --jsonl_key names the column")
-    parser.add_argument("--dataset_config", type=text, help="config of the dataset (default: its default one)")
-    parser.add_argument("--dataset_split", type=text, help="split of the dataset (default: train)")
-    parser.add_argument("--dataset_revision", type=text,
-                        help="branch, tag or commit of the dataset (default: main); the commit is recorded")
     parser.add_argument("--format", choices=FORMATS, default="auto",
                         help="format of the inputs (default: %(default)s, by their content)")
     parser.add_argument("--jsonl_key", type=text, default="text",
@@ -132,34 +123,17 @@ def _add_input_flags(parser: Parser) -> None:
                         help="what to do with a document that cannot be read (default: %(default)s)")
 
 
-def _named_inputs(args: argparse.Namespace) -> list[str] | DatasetName:
-    """Return the inputs, or the dataset. Raises ConfigError if there are both or none, and for flags without effect."""
+def _named_inputs(args: argparse.Namespace) -> list[str] | NamedDataset:
+    """Return the inputs, or the dataset that flags of an extension name. Raises ConfigError if there are none."""
+    datasets = {flag: each.load(value) for each in extensions() for flag, value in each.datasets.items()}
+    found: list[NamedDataset] = [named for dataset in datasets.values() if (named := dataset(args)) is not None]
+    if found:
+        return found[0]
+    if not args.inputs:
+        raise ConfigError("INPUT", problem=f"neither an input nor {' or '.join(datasets)} is given" if datasets else
+                          "no input is given", remedy="name files" + ", or a dataset" * bool(datasets))
     inputs: list[str] = args.inputs
-    if args.dataset is None:
-        given = next((name for name in _OPTIONS if getattr(args, name) is not None), None)
-        if given is not None:
-            raise ConfigError(f"--{given}", problem="it has no effect without --dataset", remedy="leave it out")
-        if not inputs:
-            raise ConfigError("INPUT", problem="neither an input nor --dataset is given", remedy="name files, or a "
-                              "dataset")
-        return inputs
-    if inputs:
-        given = without_credentials(" ".join(inputs))
-        raise ConfigError("--dataset", problem=f"inputs are given too: {given}", remedy="leave out one of both")
-    for name in _ONLY_OF_FILES:
-        if getattr(args, name, None) not in (None, "auto"):
-            raise ConfigError(f"--{name}", problem="it has no effect with --dataset", remedy="leave it out")
-    return DatasetName(args.dataset, args.dataset_config or "", args.dataset_split or "train",
-                       args.dataset_revision or "")
-
-
-def _words_of(args: argparse.Namespace) -> list[str]:
-    """Return the words of the command line that name the inputs."""
-    words = [*map(without_credentials, args.inputs)]
-    for name in ("dataset", *_OPTIONS):
-        if getattr(args, name) is not None:
-            words += [f"--{name}", getattr(args, name)]
-    return words
+    return inputs
 
 
 def tokenizer_main() -> None:
@@ -179,19 +153,22 @@ def tokenizer_main() -> None:
                         help="names of special tokens that no text is encoded as, such as '<|user|>,<|assistant|>'")
     parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
+    extend_parser("tokenizer", parser)
     args = parser.parse_args()
     reading = ReadSettings(args.format, args.jsonl_key, skip_errors=args.on_error == "skip", can_skip=True)
-    _train_tokenizer(_named_inputs(args), args.out, reading, args.vocab_size,
+    inputs = _named_inputs(args)
+    _train_tokenizer(inputs, args.out, reading, args.vocab_size,
                      max_megabytes=args.max_megabytes, threads=args.threads, verbose=args.verbose,
                      character_coverage=args.character_coverage,
                      special_tokens=args.special_tokens.split(",") if args.special_tokens else ())
     options = [word for flag in ("format", "jsonl_key", "on_error") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
-    for line in next_line(after_tokenizer(_words_of(args), args.out, options)):
+    words = inputs.words if isinstance(inputs, NamedDataset) else [without_credentials(word) for word in inputs]
+    for line in next_line(after_tokenizer(words, args.out, options)):
         print(line)
 
 
-def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, reading: ReadSettings,
+def _train_missing_tokenizer(inputs: list[str] | NamedDataset, tokenizer: str, reading: ReadSettings,
                              vocab_size: int, *, is_shard: bool, special_tokens: Sequence[str]) -> None:
     """Train the tokenizer of `prepare --vocab_size`, unless it exists. Raises ConfigError, also if it has another size.
 
@@ -208,13 +185,13 @@ def _train_missing_tokenizer(inputs: list[str] | DatasetName, tokenizer: str, re
     if is_shard:
         raise ConfigError("--vocab_size", problem=f"there is no tokenizer at {tokenizer}, and each of the shards would "
                           "train one", remedy="train it first, once, with `ds-pretrain tokenizer`")
-    if not isinstance(inputs, DatasetName) and STDIN in inputs:
+    if not isinstance(inputs, NamedDataset) and STDIN in inputs:
         raise ConfigError("--vocab_size", problem="standard input can be read only once",
                           remedy="give files, or a tokenizer that exists")
     _train_tokenizer(inputs, folder, reading, vocab_size, special_tokens=special_tokens)
 
 
-def _train_tokenizer(inputs: list[str] | DatasetName, out: Path, reading: ReadSettings, vocab_size: int,
+def _train_tokenizer(inputs: list[str] | NamedDataset, out: Path, reading: ReadSettings, vocab_size: int,
                      **options: Any) -> None:
     """Train a SentencePiece tokenizer, and report it. Raises ConfigError."""
     started = time.monotonic()

@@ -25,9 +25,8 @@ from pretrain.distributed.requirements import requirements
 from pretrain.distributed.world import World
 from pretrain.extension import BUILT_IN
 
-# flags that one rank or one host uses
-OWN_FLAGS = ("note", "trackio", "peak_tflops", "deepspeed_log_level", "local_rank", "data_cache", "data_cache_gb",
-             "nvme_path")
+# flags of the core that one rank or one host uses
+OWN_FLAGS = ("note", "trackio", "peak_tflops", "deepspeed_log_level", "local_rank", "nvme_path")
 DATA_FLAGS = ("train_data", "valid_data", "test_data")  # paths, and weights, which the fingerprint of a blend has
 _PATH_KEYS = ("output_path", "output_file", "nvme_path")  # of the JSON
 # Variables that change results, or with which collectives of NCCL wait for each other. Those that limit the
@@ -63,7 +62,7 @@ def flag_facts(args: RunArguments) -> dict[str, str]:
         value = args.value(name)
         if name in DATA_FLAGS or flag.parse is path_text:
             value = "given" if value else None
-        if name not in OWN_FLAGS and not flag.group.not_recorded and not flag.is_secret:
+        if name not in OWN_FLAGS and not flag.of_host and not flag.group.not_recorded and not flag.is_secret:
             facts[f"--{name}"] = value
     return _texts(facts)
 

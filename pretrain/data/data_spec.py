@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import reader_of
 from pretrain.cli import path
-from pretrain.data.token_files.page_cache import CacheSettings
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.errors import ConfigError, printable, shorten
 from pretrain.hub import CONNECT_TO, allowed_by_user
-from pretrain.remote import is_url, open_file_system, without_credentials
+from pretrain.remote import is_url, without_credentials
 
 SAMPLE_ORDERS = ("shuffled", "megatron", "neox")
 PACKINGS = ("none", "best_fit")
@@ -56,8 +56,8 @@ class DataSpec:
     module: str | None = None
     """MODULE:FUNCTION of the user's code that makes the datasets, instead of token files"""
     module_args: Mapping[str, Any] = field(default_factory=dict)
-    cache: CacheSettings = field(default_factory=CacheSettings)
-    """of data in an object store"""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """of the extensions that read data at URLs, by their names"""
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -106,18 +106,16 @@ def _absolute(prefix: str) -> str:
 def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: Words = None, split: str = "969,30,1",
                     sample_order: str = "shuffled", packing: str = "none",
                     blend_schedule: Words = None, dataset_module: str | None = None,
-                    dataset_args: str | None = None, data_cache: str | None = None,
-                    data_cache_gb: float | None = None) -> DataSpec:
+                    dataset_args: str | None = None, settings: Mapping[str, Any] | None = None) -> DataSpec:
     """Parse the flags of the data, and check all that can be checked without the files. Raises ConfigError.
 
-    `dataset_module` must come from the user's command line or YAML, as it names code.
+    `dataset_module` must come from the user's command line or YAML, as it names code. `settings`: see DataSpec.
     """
     if dataset_module is not None:
         for name, value, default in (("train_data", train_data, None), ("valid_data", valid_data, None),
                                      ("test_data", test_data, None), ("split", split, DataSpec.split),
                                      ("sample_order", sample_order, DataSpec.sample_order),
-                                     ("packing", packing, DataSpec.packing), ("blend_schedule", blend_schedule, None),
-                                     ("data_cache", data_cache, None), ("data_cache_gb", data_cache_gb, None)):
+                                     ("packing", packing, DataSpec.packing), ("blend_schedule", blend_schedule, None)):
             if (value or None) != default:
                 raise ConfigError(f"--dataset_module / --{name}", found="both", expected="one of the two",
                                   remedy="the function of --dataset_module returns all data of the run")
@@ -144,15 +142,7 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
     if phases and phases[0].from_tokens == 0 and weights is not None:
         raise ConfigError("--blend_schedule", problem="it has weights from token 0 on, and --train_data has weights "
                           "too", remedy="leave the weights of --train_data out, or begin the schedule later")
-    if data_cache and is_url(data_cache):
-        raise ConfigError("--data_cache", found=shorten(without_credentials(data_cache)),
-                          expected="a folder on a local disk")
-    spec = DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases,
-                    cache=CacheSettings(data_cache or "", data_cache_gb))
-    if spec.cache != CacheSettings() and prefixes and not any(map(is_url, spec.prefixes)):
-        flag = f"--data_cache {shorten(data_cache)}" if data_cache else f"--data_cache_gb {data_cache_gb:g}"
-        raise ConfigError(flag, problem="it has no effect: all data is on local disks", remedy="leave it out")
-    return spec
+    return DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases, settings=settings or {})
 
 
 def _parse_module(value: str) -> str:
@@ -290,7 +280,7 @@ def _check_url(flag: str, url: str) -> None:
                           remedy="give the URL of the .bin without .bin; credentials come from the environment")
     if url.endswith((".bin", ".idx")):
         raise ConfigError(where, problem=f"give the prefix without {url[-4:]}")
-    open_file_system(url, where)
+    reader_of("token_files", url, where)
 
 
 def _parse_named(group: str, words: Sequence[str]) -> tuple[tuple[str, str], ...]:

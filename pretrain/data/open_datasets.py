@@ -75,9 +75,9 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
 
 
 def _open_files(spec: DataSpec) -> dict[str, IndexedDataset]:
-    """Open all token files; those in an object store at the same time, because each waits for several answers."""
+    """Open all token files; those at URLs at the same time, because each waits for several answers."""
     urls = [prefix for prefix in spec.prefixes if is_url(prefix)]
-    opened = dict(zip(urls, map_in_threads(lambda url: IndexedDataset(url, spec.cache), urls), strict=True))
+    opened = dict(zip(urls, map_in_threads(lambda url: IndexedDataset(url, spec.settings), urls), strict=True))
     return {prefix: opened[prefix] if prefix in opened else IndexedDataset(prefix) for prefix in spec.prefixes}
 
 

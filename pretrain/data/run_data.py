@@ -71,7 +71,8 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
                           "nothing to pack", remedy="prepare the data with its documents, or leave the flag out")
     for flag in needs_ends:
         _check_ends(flag, [row[2] for row in trained], eod_token)
-    notes = [*_cache_notes(sources), *_seen_notes(spec, datasets), *_left_out_notes(spec, datasets),
+    notes = [*dict.fromkeys(source.url_note for _, source in sources if source.url_note),
+             *_seen_notes(spec, datasets), *_left_out_notes(spec, datasets),
              *_marker_notes(sources), *tokenizer_notes([(where, source, each.tokens) for where, source, each in facts]),
              *[note for where, _, of_source in facts for note in end_notes(where, of_source, eod_token)][:_MOST_NOTES]]
     for where, source, of_source in trained:
@@ -158,13 +159,6 @@ def _seen_notes(spec: DataSpec, datasets: dict[str, SampleDataset]) -> list[str]
     return [f"{prefix} is training data and {split} data: its losses are those of data that the model has seen"
             for split, named in (("validation", spec.valid), ("test", spec.test)) for name, prefix in named
             if datasets[name].sources[0].fingerprint in trained]
-
-
-def _cache_notes(sources: list[tuple[str, IndexedDataset]]) -> list[str]:
-    """Note where data in an object store is kept, and how much of it."""
-    caches = {cache.folder: cache for cache in (source.cache for _, source in sources) if cache is not None}
-    return [f"data in object stores: pages are kept in {folder}, at most {cache.num_bytes / 1e9:.1f} GB (--data_cache, "
-            "--data_cache_gb)" for folder, cache in caches.items()]
 
 
 def _left_out_notes(spec: DataSpec, datasets: dict[str, SampleDataset]) -> list[str]:

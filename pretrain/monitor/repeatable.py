@@ -41,9 +41,8 @@ OWN_CODE = {"dataset_module": "Data", "model_code": "Model"}
 # why the other flags are never repeated from a record alone
 NEVER_REPEATED = {
     **dict.fromkeys(OWN_CODE, "it is imported"),
-    **dict.fromkeys(("data_cache", "data_cache_gb", "nvme_path"), "files are written there"),
-    "checkpoint_mirror": "checkpoints are written there", "trackio": "it sends the metrics",
-    "extension": "it is imported",
+    "nvme_path": "files are written there", "checkpoint_mirror": "checkpoints are written there",
+    "trackio": "it sends the metrics", "extension": "it is imported",
     **{name: FLAGS[name].group.not_recorded or FLAGS[name].not_repeated or f"it belongs to the extension {each.name}"
        for each in extensions() for name in each.flags if not FLAGS[name].repeats}}
 

@@ -14,17 +14,14 @@ from pretrain.checkpoint.load.same_data import (
     fallback_path,
     stored_hashes,
 )
-from pretrain.cli import say
 from pretrain.config.flags.check_flags import allows_other_data
 from pretrain.config.plan import Plan
 from pretrain.data.token_files.check_hashes import hash_if_fast
 from pretrain.data.token_files.hashes import BLOCK_BYTES, BackgroundHash, DataHashes, hashes_path, write_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
-from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.data.token_files.token_file import TokenFile
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import status_of
-from pretrain.resilience.watchdog import Watchdog
 from pretrain.terminal import Screen
 
 _FAST_S = 0.5  # data that is hashed within this time is hashed before the first step
@@ -49,8 +46,6 @@ class DataWatch(Callback):
     def start(self, run: Run) -> None:
         plan, folder, resume = run.plan, run.folder, self._resume
         self._folder = folder
-        self._stores = [source.file for source in plan.datasets["train"].sources
-                        if isinstance(source.file, RemoteTokenFile)]
         if run.world.rank != 0:
             return
         sources = plan.datasets["train"].sources
@@ -82,7 +77,6 @@ class DataWatch(Callback):
         if not self.sources or now < self._next_poll or any(source.is_rejected for source in self.sources):
             return
         self._next_poll = now + _POLL_S
-        self._record_waits(step)
         looks_at_files = now >= self._next_status
         if looks_at_files:
             self._next_status = now + _STATUS_S
@@ -95,33 +89,10 @@ class DataWatch(Callback):
                 return
         self._start_next()
 
-    def _record_waits(self, step: int) -> None:
-        """Record that a store did not answer for some time and answers again."""
-        for file in self._stores:
-            (seconds, answer), file.remote.last_wait = file.remote.last_wait, (0.0, "")
-            if seconds:
-                self._folder.event("store_wait", step=step, reason=answer, seconds=round(seconds, 1),
-                                   name=file.path)
-
     def close(self, run: Run) -> None:
         """Stop hashing, and keep the hashes so far for the next start."""
         for source in self.sources:
             source.close()
-
-
-def wait_for_stores(plan: Plan, watchdog: Watchdog, screen: Screen, *, rank: int) -> None:
-    """Let this rank wait for data in object stores for as long as they do not answer, with warnings."""
-    def report(line: str, waits: bool) -> None:
-        watchdog.note(line if waits else "")
-        if rank == 0:
-            screen.line(f"warning: {line}" if waits else line)
-        else:
-            say(f"rank {rank}: {line}")
-
-    for dataset in plan.datasets.values():
-        for source in dataset.sources:
-            if isinstance(source.file, RemoteTokenFile):
-                source.file.wait_without_limit(report)
 
 
 class SourceWatch:
@@ -156,7 +127,7 @@ class SourceWatch:
 
     @property
     def is_remote(self) -> bool:
-        """True if the data is in an object store. It is hashed at the start or not at all."""
+        """True if the data is at a URL. It is hashed at the start or not at all."""
         return self._indexed.is_remote
 
     @property
@@ -267,7 +238,7 @@ class SourceWatch:
     def check_files(self, step: int) -> None:
         """Look for changes of the .bin file that this run reads, and for another file that has its name.
 
-        Reads of a file in an object store ask for the version with which the run began.
+        An extension that reads a file at a URL looks for them itself.
         """
         if self._indexed.is_remote:
             return

@@ -22,8 +22,8 @@ def test_what_is_wrong_now_stands_before_what_is_over(tmp_path: Path) -> None:
     spikes = [event("spike", step, f"a spike of the loss: {step}", name="loss") for step in range(10, 47)]
     run = write_run(tmp_path / "run", rows_of(list(range(1, 101))), [
         event("start", 0), *spikes, event("save_failed", 50, "No space left"), event("save", 60),
-        event("save_failed", 85, "No space left"), event("store_wait", 95, "waited")])
-    assert kinds(run) == [("save_failed", True, 1), ("store_wait", False, 1), ("save_failed", False, 1),
+        event("save_failed", 85, "No space left"), event("data_changed", 95, "changed")])
+    assert kinds(run) == [("save_failed", True, 1), ("data_changed", False, 1), ("save_failed", False, 1),
                           ("spike", False, 37)]
     *_, saved, spike = incidents_of(RunTable(run), now=END)
     assert spike.headline == "37 times, most recently: a spike of the loss: 46"
@@ -69,13 +69,13 @@ def test_the_summary_lists_the_same_in_80_columns(tmp_path: Path) -> None:
     text, where = "\x1b[2J" + "long words " * 20, {"ranks": list(range(99)), "hosts": ["h" * 99]}
     events = [event("start", 0), *(event(kind, 3, text, **where)
                                    for kind in ("corruption", "hang", "rollback", "skip", "spike", "save_failed",
-                                                "data_changed", "store_wait", "guard", "data_replaced"))]
+                                                "data_changed", "guard", "data_replaced"))]
     run = write_run(tmp_path / "run", rows_of([1, 2, 3]), [*events, event("stop", 3, "x", exit_code=76)])
     summary = summarize(run)
     lines = incident_lines(summary.incidents)
     assert lines[0] == "what went wrong (! = still wrong)"
     assert sum(line.startswith("! ") for line in lines) == 6
-    assert lines[-1].startswith("  and 3 more")
+    assert lines[-1].startswith("  and 2 more")
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     assert summary_lines(summary)[-len(lines):] == lines
     assert "-> do not trust the machine" in " ".join(" ".join(lines).split())

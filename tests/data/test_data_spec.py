@@ -101,7 +101,7 @@ def test_recorded_values_have_absolute_paths_and_mean_the_same() -> None:
 
 
 def test_a_record_makes_no_program_connect_to_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"train_data": ["s3://bucket/a/x", "s3://bucket/b/y"], "data_cache": "/of/the/record"}
+    flags = {"train_data": ["s3://bucket/a/x", "s3://bucket/b/y"]}
     with pytest.raises(ConfigError, match=r"the run's data is at s3://bucket/a/x; .*DS_PRETRAIN_CONNECT_TO=s3://bucket/a"):
         recorded_data_spec(flags)
     for others in ("s3://buck", "s3://bucket/a", "https://s3://bucket/"):
@@ -111,7 +111,7 @@ def test_a_record_makes_no_program_connect_to_its_data(monkeypatch: pytest.Monke
     for allowed in ("s3://bucket", "s3://bucket/", "s3://bucket/a s3://bucket/b/"):
         monkeypatch.setenv("DS_PRETRAIN_CONNECT_TO", allowed)
         spec = recorded_data_spec(flags)
-        assert (spec.train, spec.cache.folder) == (("s3://bucket/a/x", "s3://bucket/b/y"), "")
+        assert (spec.train, spec.settings) == (("s3://bucket/a/x", "s3://bucket/b/y"), {})
 
 
 def test_samples_are_counted_as_in_megatron() -> None:

@@ -49,7 +49,7 @@ def other_value(name: str) -> Any:
 def test_every_flag_is_compared_or_belongs_to_one_rank(name: str) -> None:
     plain, other = (flag_facts(args) for args in (RunArguments(), arguments_of({name: other_value(name)})))
     differing = [key for key in {*plain, *other} if plain.get(key) != other.get(key)]
-    of_one = name in OWN_FLAGS or FLAGS[name].group.not_recorded != ""
+    of_one = name in OWN_FLAGS or FLAGS[name].of_host or FLAGS[name].group.not_recorded != ""
     assert differing == ([] if of_one else [f"--{name}"])
 
 

@@ -23,7 +23,7 @@ NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/ext
 # flags with which a run uses an extension that has flags
 USED: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": "rowwise"} if find_spec("torchao") else {}, "ladder": {"expected_curve": "ladder.json"},
-    "notify": {"notify_command": "true"}, "profile": {"profile_steps": 1},
+    "notify": {"notify_command": "true"}, "object_stores": {}, "profile": {"profile_steps": 1},
     "replay": {"recompute_interval": 1}, "sanity": {"sanity_check": "true"}, "tasks": {"show_predictions": 1}}
 
 # words of extensions that are also words of the core, or of DeepSpeed

@@ -128,7 +128,7 @@ RUN_FLAGS = entries_of_extensions("foreign_files", "RUN_FLAGS")  # flags of the 
 # values of run.json that name files, hosts, repositories, modules or commands
 PLACES = (*(f"0.flags.{name}" for name in (
     "tokenizer", "train_data", "valid_data", "test_data", "init_from", "model", "model_code", "dataset_module",
-    "dataset_args", "data_cache", "nvme_path", "checkpoint_mirror", "save", "resume_from", "trackio",
+    "dataset_args", "nvme_path", "checkpoint_mirror", "save", "resume_from", "trackio",
     "deepspeed_config", "note", *(name for module in _OF_EXTENSIONS for name in getattr(module, "PLACES", ())))),
     "0.resumed_from", "0.command.directory", "0.hardware.0.host", "0.code.diff", "0.environment.LD_PRELOAD",
     "0.environment.TORCH_EXTENSIONS_DIR", "0.model_config.auto_map", "0.model_config._attn_implementation",

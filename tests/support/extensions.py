@@ -19,6 +19,8 @@ def modules_of_extensions(module: str) -> Iterator[ModuleType]:
     tests/distributed/test_own_datasets.py.
     gpu_runs: KINDS and COMMANDS, as in tests/dry_gpu/test_runs.py; FLAGS_OF_TEXT, more flags of the run of these;
     DETERMINISTIC, flags of tests/gpu/test_runs.py.
+    preparations: SOURCES, name -> (corpus, the same as Parquet, folder) -> context manager of the inputs, for
+    tests/data/prepare/test_combinations.py.
     device_reads: ALLOWED, as in tests/distributed/test_metrics.py.
     """
     for path in sorted(ROOT.glob(f"tests/extensions/*/{module}.py")):

@@ -48,9 +48,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "--deepspeed_config zero3_bf16 --gradient_accumulation_steps 2 --train_steps 4 --save runs/dry"),
     "needs the network": (
         "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
-    "needs the Hub: tests/data/prepare/test_hub_dataset.py": (
-        "ds-pretrain prepare --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --tokenizer "
-        "data/tokenizer --out data/fineweb",),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
     "tests/model/test_on_fake_device.py runs it": ("python -m tests.model.on_fake_device",),
     "README.md evaluates and exports another run": (
@@ -105,13 +102,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         'job=$(sbatch --parsable --array=0-63 runs/prepare.sbatch "text/*.jsonl" --tokenizer data/tokenizer --out '
         "data/corpus)",
         "sbatch --dependency=afterok:$job --kill-on-invalid-dep=yes runs/prepare.sbatch merge data/corpus"),
-    "needs an S3 server: tests/data/prepare/test_urls.py": (
-        'ds-pretrain prepare "s3://bucket/corpus/*.jsonl.gz" --tokenizer data/tokenizer --out data/from_s3',),
-    "needs an S3 server: tests/data/test_object_store.py trains from one": (
-        "ds-pretrain data info s3://bucket/corpora/corpus",
-        "ds-pretrain --num_accelerators 2 --deepspeed_config zero2_bf16 --model tiny --train_data "
-        "s3://bucket/corpora/corpus --tokenizer data/tokenizer --seq_length 128 --micro_batch_size 4 --train_steps "
-        "100 --save runs/store"),
     "needs Kubernetes: tests/cluster/test_k8s.py": ("kubectl apply -f launch/k8s/indexed-job.yaml",),
 }
 QUICKSTART = "launch/quickstart.sh"  # run before all pages

@@ -293,11 +293,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"order_samples": 1, "first_sample": 10**7, "sample_order": "neox"}, "an order of"),
     # data
     ({}, {"train_data": NOTHING}, "--train_data"),
-    ({}, {"train_data": "nosuch://bucket/corpus"}, "protocol nosuch"),
     ({}, {"train_data": "s3://bucket/corpus.bin"}, "without .bin"),
     ({}, {"train_data": "https://host/corpus?signature=x"}, "neither ? nor *"),
-    ({}, {"data_cache_gb": 1}, "it has no effect"),
-    ({}, {"data_cache": "cache"}, "it has no effect"),
     ({}, {"train_data": "{world}/lonely"}, "lonely.bin"),
     ({}, {"train_data": "{world}/corpus.bin"}, "without .bin: {world}/corpus"),
     ({}, {"train_data": "{world}"}, "folder {world} has these prefixes: {world}/big"),

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from pretrain.active_extensions import reader_of
 from pretrain.child import child_command
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
-from pretrain.data.token_files.page_cache import PAGE_BYTES, CacheSettings, PageCache
-from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.data.token_files.writer import IndexedWriter
 from tools.benchmarks.processes import BenchContext, ReportProgress
 from tools.benchmarks.report import BenchSection
@@ -64,7 +64,7 @@ def store(context: BenchContext, report: ReportProgress) -> BenchSection:
              f"tokens a step, in samples of {_SEQ_LENGTH} at random places of a file of {2 * _TOKENS / 1e6:.0f} MB; "
              f"the step itself is a pause. The first step is not counted. The cache is empty at first; each row took "
              f"{_SECONDS:.0f} s.",
-             f"A cache of {_SMALL_CACHE / 1e6:.0f} MB has {_SMALL_CACHE // PAGE_BYTES} pages."]
+             f"A cache of {_SMALL_CACHE / 1e6:.0f} MB has {_SMALL_CACHE // 2**16} pages."]
     return BenchSection("store", "Data in an object store",
                         ["data", "tokens/s", "waiting for data", "longest", "requests/s", "cores"], rows, notes,
                         failures, {"figures": {name: asdict(each) for name, each in figures.items()}})
@@ -74,9 +74,11 @@ def measure(url: str, cache: Path, num_bytes: int, *, step_s: float, seconds: fl
     """Read steps for some seconds, with a cache of this size. Returns how long they waited."""
     from pretrain.data.loader import Loader  # imports torch
 
-    data = IndexedDataset(url, CacheSettings(str(cache / "index"), 0.1))
-    file = RemoteTokenFile(f"{url}.bin", PageCache(cache, num_bytes))
-    requests, data.file = _count_requests(file), file
+    extension, _ = reader_of("token_files", url, url)
+    assert extension.settings is not None
+    settings = extension.settings(data_cache=str(cache), data_cache_gb=num_bytes / 1e9)
+    data = IndexedDataset(url, {extension.name: settings})
+    requests = _count_requests(data.file)
     loader = Loader(ShuffledWindows(data, seq_length=_SEQ_LENGTH, seed=1), micro_batch_size=_MICRO_BATCH,
                     gradient_accumulation_steps=_ACCUMULATION)
     loader.step(0)
@@ -93,7 +95,7 @@ def measure(url: str, cache: Path, num_bytes: int, *, step_s: float, seconds: fl
                        max(waits) * 1e3, len(requests) / elapsed, cpu / elapsed)
 
 
-def _count_requests(file: RemoteTokenFile) -> list[int]:
+def _count_requests(file: Any) -> list[int]:
     """Let each request of the file append its size to a list, and return the list."""
     requests, read = list[int](), file.remote.read
 
@@ -101,7 +103,7 @@ def _count_requests(file: RemoteTokenFile) -> list[int]:
         requests.append(num_bytes)
         return read(start, num_bytes)
 
-    file.remote.read = counted  # type: ignore[method-assign]
+    file.remote.read = counted
     return requests
 
 

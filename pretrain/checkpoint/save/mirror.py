@@ -33,7 +33,7 @@ class _Mirror:
         import fsspec
         from fsspec.asyn import AsyncFileSystem
 
-        self.url = without_credentials(url)  # for messages
+        self.url = without_credentials(url)  # its name in messages
         with self.one_line_errors():
             self.fs, root = fsspec.url_to_fs(url)
         self._root = str(root).rstrip("/")

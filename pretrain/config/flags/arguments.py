@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pretrain.active_extensions import for_each_extension, types_of
+from pretrain.active_extensions import extensions, for_each_extension, types_of
 from pretrain.cli import LONGEST_SECONDS, path_text
 from pretrain.config.flags.flag import Flag, Group, tokens
 from pretrain.config.schedule import DECAY_SHAPES, KINDS, LR_SCALINGS
@@ -110,13 +110,6 @@ class RunArguments:
     dataset_args: str | None = DATA.flag(
         None, 'arguments of the function of --dataset_module, as a JSON object such as {"path": "numbers.npy"}',
         metavar="JSON")
-    data_cache: str | None = DATA.flag(
-        None, "folder on a local disk for copies of data in an object store (--train_data s3://BUCKET/PREFIX), which "
-        "all ranks of a host and later runs share", parse=path_text, metavar="FOLDER",
-        unset="~/.cache/ds-pretrain/data")
-    data_cache_gb: float | None = DATA.flag(
-        None, "largest size of these copies, in GB; what does not fit is requested from the store again", low=0.1,
-        high=1e6, unset="half of the free space of the disk")
     first_sample: int = DATA.flag(
         0, "sample with which a run begins at step 0: the number of samples that it consumed before it was moved here",
         low=0, high=2**48)
@@ -419,4 +412,5 @@ def data_spec(args: RunArguments) -> DataSpec:
     return parse_data_spec(args.train_data, valid_data=args.valid_data, test_data=args.test_data, split=args.split,
                            sample_order=args.sample_order, packing=args.packing, blend_schedule=args.blend_schedule,
                            dataset_module=args.dataset_module, dataset_args=args.dataset_args,
-                           data_cache=args.data_cache, data_cache_gb=args.data_cache_gb)
+                           settings={each.name: args.of(each.settings) for each in extensions()
+                                     if each.token_files and each.settings is not None})

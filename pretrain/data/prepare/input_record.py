@@ -14,12 +14,11 @@ from typing import Any
 from pretrain.daemon_threads import map_in_threads
 from pretrain.data.prepare.partial_output import read_state
 from pretrain.data.prepare.shards import Shard, facts_of_shards
+from pretrain.data.text_inputs.dataset import NamedDataset
 from pretrain.data.text_inputs.find import Input, Inputs
-from pretrain.data.text_inputs.hub_dataset import DatasetName, pinned
-from pretrain.data.text_inputs.url_files import StoredFile
+from pretrain.data.text_inputs.stored_file import StoredFile, check_version
 from pretrain.errors import ConfigError
 from pretrain.paths import write_synced
-from pretrain.remote import RemoteFile
 from pretrain.stored_json import read_object
 
 _MOST_LISTED = 1000
@@ -45,8 +44,8 @@ def record_inputs(inputs: Sequence[Input]) -> dict[str, Any]:
 def _entry(found: Input) -> list[Any]:
     if found.stored is not None:
         return [found.name, found.stored.size, found.stored.version]
-    if found.dataset is not None and found.dataset.found.commit:
-        return [found.path, found.num_bytes, found.dataset.found.commit]
+    if found.dataset is not None and found.dataset.commit:
+        return [found.path, found.num_bytes, found.dataset.commit]
     if not found.can_resume:
         return [found.path, None, None]
     try:
@@ -59,7 +58,7 @@ def _entry(found: Input) -> list[Any]:
 def check_unchanged(inputs: Sequence[Input], before: dict[str, Any]) -> None:
     """Raise ConfigError if an input is another one now than when `before` was recorded. Commits do not change."""
     stored = dict.fromkeys(found.stored for found in inputs if found.stored is not None and not found.stored.revision)
-    map_in_threads(RemoteFile.check_version, [file.connect() for file in stored])
+    map_in_threads(check_version, [file.open() for file in stored])
     if (now := record_inputs(inputs)) != before:
         raise ConfigError(changed_input(before, now), problem="it was changed while it was read",
                           remedy="prepare the data again")
@@ -82,7 +81,7 @@ def describe_sources(inputs: Inputs, record: dict[str, Any]) -> dict[str, Any]:
         revision = {"revision": found.stored.revision} if found.stored and found.stored.revision else {}
         files.append({"path": name} if num_bytes is None else
                      {"path": name, "bytes": num_bytes, **of_store, **revision})
-    dataset = {} if inputs.dataset is None else {"dataset": inputs.dataset.found.facts()}
+    dataset = {} if inputs.dataset is None else {"dataset": inputs.dataset.facts()}
     return {**dataset, "files": record["files"], "bytes": record["bytes"], "sha256_of_list": record["sha256"],
             "list": files}
 
@@ -106,12 +105,13 @@ def read_examined(folder: Path) -> Inputs | None:
         return None
 
 
-def pin_dataset(dataset: DatasetName, out: str, shard: Shard | None = None, *, overwrite: bool = False) -> DatasetName:
+def pin_dataset(dataset: NamedDataset, out: str, shard: Shard | None = None, *,
+                overwrite: bool = False) -> NamedDataset:
     """Return a dataset with the commit that an earlier preparation of it, or of its shards, recorded, else with its
     newest one.
     """
     state = read_state(out if shard is None else shard.prefix(out))
     others = None if shard is None else facts_of_shards(out, shard, overwrite=overwrite)
     if others is not None and (state is None or overwrite):
-        return pinned(dataset, others.record)
-    return pinned(dataset, {} if state is None else state["record"])
+        return dataset.pinned(others.record)
+    return dataset.pinned({} if state is None else state["record"])

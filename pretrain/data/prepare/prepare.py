@@ -46,9 +46,9 @@ from pretrain.data.prepare.text_quality import sampled_fractions
 from pretrain.data.prepare.tokenize_batch import TokenizeBatch, TokenizeSettings
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
+from pretrain.data.text_inputs.dataset import NamedDataset
 from pretrain.data.text_inputs.find import Inputs, find_inputs
 from pretrain.data.text_inputs.formats import STDIN
-from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.text_inputs.parts import Part, part_of
 from pretrain.data.text_inputs.reader import FIRST_PLACE, Place, delete_copies, read_batches
 from pretrain.data.token_files.hashes import hash_file
@@ -72,7 +72,7 @@ class PrepareSettings:
     """steps of extensions, in their order (default: those without a flag)"""
 
 
-def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
+def prepare(inputs: Sequence[str] | NamedDataset, *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
             workers: int | None = None, overwrite: bool = False, shard: Shard | None = None,
             command: Sequence[str] = (), seconds_between_states: float | None = None) -> PreparedData:
     """Tokenize `inputs` into out.bin, out.idx, out.meta.json, out.sha256.json and out.summary.json.
@@ -83,10 +83,10 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     """
     settings = settings or PrepareSettings()
     if shard is not None:
-        if not isinstance(inputs, DatasetName) and STDIN in inputs:
+        if not isinstance(inputs, NamedDataset) and STDIN in inputs:
             raise ConfigError("--shard", problem="standard input cannot be divided", remedy="give files")
         check_count(out, shard)
-    if isinstance(inputs, DatasetName):
+    if isinstance(inputs, NamedDataset):
         inputs = pin_dataset(inputs, out, shard, overwrite=overwrite)
     others = None if shard is None else facts_of_shards(out, shard, overwrite=overwrite)
     of_shards = None if others is None else Inputs((), (), others.commits)
@@ -162,7 +162,7 @@ class _Job:
             "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
             "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
         if inputs.dataset is not None:
-            record |= inputs.dataset.found.record()
+            record |= inputs.dataset.record()
         for step in self._steps:
             record |= step.settings
         self.facts = DataFacts(

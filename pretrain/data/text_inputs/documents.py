@@ -46,7 +46,7 @@ def documents(chunk: Chunk, settings: ReadSettings) -> Iterator[Piece | Skipped]
             if chunk.kind == "jsonl":
                 yield Piece(text_of_json_line(data or b"", where, settings.jsonl_key), ends, where)
             elif chunk.kind == "text":
-                is_first = chunk.start.offset == number == 0  # of the file
+                is_first = chunk.start.offset == number == 0  # it begins the file
                 yield Piece(plain_text(data or b"", chunk.name, line, is_first=is_first), ends, where)
             else:
                 yield Piece(_value(data, where), ends, where)

@@ -8,12 +8,14 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pretrain.daemon_threads import map_in_threads
-from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import Position, ReadSettings
+from pretrain.data.text_inputs.dataset import NamedDataset, OpenDataset
 from pretrain.data.text_inputs.formats import (
     HEAD_BYTES,
     PARQUET,
@@ -29,11 +31,10 @@ from pretrain.data.text_inputs.formats import (
     utf16_error,
     utf16_problem,
 )
-from pretrain.data.text_inputs.hub_dataset import DatasetName, HubDataset, open_dataset
 from pretrain.data.text_inputs.parquet import check_parquet
-from pretrain.data.text_inputs.url_files import StoredFile, files_at, is_remote, is_web, local_path
+from pretrain.data.text_inputs.stored_file import StoredFile, is_remote, local_path, stored_file, stored_files
 from pretrain.errors import ConfigError, counted, printable, shorten
-from pretrain.remote import RemoteFile, without_credentials
+from pretrain.remote import is_url, without_credentials
 
 _COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
 _KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet", "rows": "rows"}
@@ -51,9 +52,9 @@ class Input:
     kind: str  # "text", "jsonl" or "parquet"; of a dataset also "rows": another format
     compression: str = ""  # "gzip", "zstd" or ""
     num_bytes: int = 0  # on disk; 0 for standard input
-    head: bytes = b""  # of standard input: the bytes that were read to detect the format
-    stored: StoredFile | None = None  # of a URL: the version of the file
-    dataset: HubDataset | None = None  # that this file belongs to
+    head: bytes = b""  # bytes of standard input that were read to detect the format
+    stored: StoredFile | None = None  # version of a file at a URL
+    dataset: OpenDataset | None = None  # that this file belongs to
     source: str = ""  # the word of the command line that names this file
     start: int = 0  # byte at which reading begins, or row of a Parquet file: above 0 in a part of a file (parts.py)
     stop: int | None = None  # byte or row before which reading ends; None: it ends with the file
@@ -88,6 +89,12 @@ class Input:
         """True for files, which can be read from any position. Standard input can be read only once."""
         return self.path != STDIN
 
+    def open(self, copy: Path | None = None) -> Any:
+        """Open a file at a URL: see StoredFile. None: the file is local."""
+        if self.stored is not None:
+            return self.stored.open(copy)
+        return stored_file(self.path).open() if self.dataset is not None and is_url(self.path) else None
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -112,7 +119,7 @@ class Inputs:
             self.files) or self.dataset is not None
 
     @property
-    def dataset(self) -> HubDataset | None:
+    def dataset(self) -> OpenDataset | None:
         """The dataset that all files belong to."""
         return self.files[0].dataset
 
@@ -140,7 +147,7 @@ def _examples(names: Sequence[str]) -> str:
     return shorten(", ".join(names[:3]), 120) + ", ..." * (len(names) > 3)
 
 
-def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earlier: Inputs | None = None) -> Inputs:
+def find_inputs(words: Sequence[str] | NamedDataset, settings: ReadSettings, earlier: Inputs | None = None) -> Inputs:
     """Return the inputs that files, folders, globs, URLs and "-" name, in this order; folders and globs are sorted.
 
     Of a dataset, these are its data files.
@@ -148,8 +155,8 @@ def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earl
     files of stores are not examined again if they have not changed.
     Raises ConfigError for an input that does not exist, cannot be read or has another format, and if all are empty.
     """
-    if isinstance(words, DatasetName):
-        dataset = open_dataset(words)
+    if isinstance(words, NamedDataset):
+        dataset = words.open()
         if not dataset.files:
             raise ConfigError(words.flag, problem="this split has no data files")
         return Inputs(tuple(Input(file.path, file.kind, file.compression, file.num_bytes, dataset=dataset,
@@ -162,17 +169,18 @@ def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earl
     found: list[tuple[str, str | StoredFile]] = []
     for word in words:
         place = local_path(word)
-        names = files_at(place, commits, _is_side_file, side_files) if is_remote(place) else _paths(place, side_files)
+        names = _files_at(place, commits, side_files) if is_remote(place) else _paths(place, side_files)
         found += [(without_credentials(word), name) for name in names]
 
     stored = [file for file in dict.fromkeys(file for _, file in found) if isinstance(file, StoredFile)]
-    files_of_stores = [(file, None if file.identity in known else file.connect()) for file in stored]
+    files_of_stores = [(file, None if file.identity in known else file.open()) for file in stored]
 
-    def examine(pair: tuple[StoredFile, RemoteFile | None]) -> Input:
-        file, remote = pair
-        if remote is None:
+    def examine(pair: tuple[StoredFile, Any]) -> Input:
+        file, reader = pair
+        if reader is None:
             return replace(known[file.identity], path=file.url, stored=file)
-        return _examine(file.url, settings, file, remote)
+        with closing(reader):
+            return _examine(file.url, settings, file, reader)
 
     examined = dict(zip(stored, map_in_threads(examine, files_of_stores), strict=True))
     files = tuple(replace(examined[one] if isinstance(one, StoredFile) else _examine(one, settings), source=word)
@@ -184,6 +192,18 @@ def find_inputs(words: Sequence[str] | DatasetName, settings: ReadSettings, earl
         raise ConfigError("--document_separator", problem="it has no effect: none of the inputs is a text file",
                           remedy="leave it out, or give --format text")
     return Inputs(files, tuple(side_files), commits)
+
+
+def _files_at(url: str, commits: dict[str, str], side_files: list[str]) -> list[StoredFile]:
+    """Return the files that a URL names; add those of folders that are not read to `side_files`."""
+    def is_left_out(path: str) -> bool:
+        *folders, last = path.split("/")
+        is_side = any(part.startswith(".") or _is_side_file(part, True) for part in folders) or \
+            last.startswith(".") or _is_side_file(last, False)
+        side_files.extend([path] * is_side)
+        return is_side
+
+    return stored_files(url, commits, is_left_out)
 
 
 def _paths(word: str, side_files: list[str]) -> Iterator[str]:
@@ -236,31 +256,27 @@ def _is_side_file(name: str, is_folder: bool) -> bool:
 
 
 def _examine(path: str, settings: ReadSettings, stored: StoredFile | None = None,
-             remote: RemoteFile | None = None) -> Input:
+             reader: Any = None) -> Input:
     """Return the input of a file, of a URL, or of standard input, with its format."""
     name = input_name(path)
     if path == STDIN and sys.stdin.isatty():
         raise ConfigError("-", problem="standard input is a terminal", remedy="redirect it: < FILE, or a pipe")
-    with open_source(path, reader=_reader_of_head(remote)) as source:
+    with open_source(path, reader=reader, keep_open=reader is not None) as source:
         head = source.read(HEAD_BYTES)
     compression = compression_of(head)
     content, is_complete = head, len(head) < HEAD_BYTES
     if compression:
-        content, is_complete = _decompressed_head(path, head, compression, remote)
+        content, is_complete = _decompressed_head(path, head, compression, reader)
     local_bytes = 0 if path == STDIN or stored is not None else os.path.getsize(path)
     num_bytes = local_bytes if stored is None else stored.size
-    return Input(path, _kind(path, name, content, compression, is_complete, settings, remote), compression, num_bytes,
+    return Input(path, _kind(path, name, content, compression, is_complete, settings, reader), compression, num_bytes,
                  head if path == STDIN else b"", stored)
 
 
-def _reader_of_head(remote: RemoteFile | None) -> BlockReader | None:
-    return None if remote is None else BlockReader(remote, block_bytes=HEAD_BYTES, blocks_ahead=0)
-
-
-def _decompressed_head(path: str, head: bytes, compression: str, remote: RemoteFile | None) -> tuple[bytes, bool]:
+def _decompressed_head(path: str, head: bytes, compression: str, reader: Any) -> tuple[bytes, bool]:
     """Return the beginning of the decompressed content, and whether this is all."""
     content = b""
-    if path != STDIN and remote is None:
+    if path != STDIN and reader is None:
         with open_source(path) as source:
             return _read_head(decompressed(source, compression))
     stream = decompressed(Source(io.BytesIO(head)), compression)
@@ -268,9 +284,10 @@ def _decompressed_head(path: str, head: bytes, compression: str, remote: RemoteF
         while data := stream.read(1024):
             content += data
     except (OSError, EOFError):  # the rest has not been read yet
-        if content or remote is None:
+        if content or reader is None:
             return content, False
-        with open_source(path, reader=_reader_of_head(remote)) as source:  # the first block of zstd is longer
+        reader.seek(0)
+        with open_source(path, reader=reader, keep_open=True) as source:  # the first block of zstd is longer
             return _read_head(decompressed(source, compression))
     return content, len(head) < HEAD_BYTES
 
@@ -283,7 +300,7 @@ def _read_head(stream: ByteStream) -> tuple[bytes, bool]:
 
 
 def _kind(path: str, name: str, content: bytes, compression: str, is_complete: bool, settings: ReadSettings,
-          remote: RemoteFile | None) -> str:
+          reader: Any) -> str:
     if compression_of(content) and compression:
         raise ConfigError(name, problem="it is compressed twice", remedy="decompress it once")
     check_supported(content, name)
@@ -293,7 +310,7 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
         if compression or path == STDIN:
             raise ConfigError(name, problem="a Parquet file is read from its end, which needs a plain file",
                               remedy="decompress it" if compression else "give its path")
-        check_parquet(path, settings.jsonl_key, remote)
+        check_parquet(path, settings.jsonl_key, reader)
         return "parquet"
     if settings.format == "parquet":
         raise ConfigError(name, problem="this is not a Parquet file", remedy="leave --format out")
@@ -301,7 +318,8 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
         raise utf16_error(name, encoding)
     if settings.format != "auto":
         return settings.format
-    if is_web(path) and content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
+    is_page = content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
+    if is_page and path.lower().startswith(("http://", "https://")):
         raise ConfigError(name, problem="the server sends a web page (HTML)", remedy="give the URL of the file itself; "
                           "or, if the page is the text, give --format text")
     return detect_kind(content, name, is_complete=is_complete)

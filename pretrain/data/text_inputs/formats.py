@@ -8,13 +8,11 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
-from pretrain.data.text_inputs.block_reader import BlockReader, CopiedReader
 from pretrain.data.text_inputs.chunk import BOM
+from pretrain.data.text_inputs.stored_file import StoredFile, expect
 from pretrain.data.text_inputs.text import parse_json
-from pretrain.data.text_inputs.url_files import StoredFile
 from pretrain.errors import ConfigError, import_package
 from pretrain.remote import is_url, without_credentials
 
@@ -179,35 +177,32 @@ class Source:
 
 
 @contextmanager
-def open_source(path: str, head: bytes = b"", *, reader: BlockReader | None = None, start: int = 0,
-                copy: Path | None = None) -> Iterator[Source]:
+def open_source(path: str, head: bytes = b"", *, reader: Any = None, start: int = 0,
+                keep_open: bool = False) -> Iterator[Source]:
     """Open a file, a URL, or standard input ("-"). I/O errors and damaged compressed data become ConfigError.
 
     Args:
         reader: of a URL, its open file.
         start: byte at which reading begins.
-        copy: of a URL that is read to its end from byte 0, a path at which the bytes are kept.
+        keep_open: do not close the file at the end.
     """
     name = input_name(path)
     source = None
     try:
-        source = Source(_open(path, reader, start, copy), head)
+        source = Source(_open(path, reader, start), head)
         yield source
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(name, problem=f"it cannot be read to its end: {reason}") from None
     finally:
-        if source is not None and path != STDIN:
+        if source is not None and path != STDIN and not keep_open:
             source.file.close()
 
 
-def _open(path: str, reader: BlockReader | None, start: int, copy: Path | None) -> Any:
-    if reader is not None:
-        if copy is not None:
-            return CopiedReader(reader, copy)
-        reader.expect_all(start)
-        return reader
-    file = sys.stdin.buffer if path == STDIN else open(path, "rb")  # noqa: SIM115 (closed by the caller)
+def _open(path: str, reader: Any, start: int) -> Any:
+    file = reader
+    if file is None:
+        file = sys.stdin.buffer if path == STDIN else open(path, "rb")  # noqa: SIM115 (closed by the caller)
     if start:
         file.seek(start)
     return file
@@ -233,8 +228,10 @@ def decompressed(source: Source, compression: str) -> ByteStream:
 
 def read_all(path: str, compression: str, stored: StoredFile | None = None) -> bytes:
     """Return the decompressed content of a file. Raises ConfigError."""
-    content = b""
-    with open_source(path, reader=None if stored is None else stored.open()) as source:
+    content, reader = b"", None if stored is None else stored.open()
+    if stored is not None:
+        expect(reader, [(0, stored.size)])
+    with open_source(path, reader=reader) as source:
         stream = decompressed(source, compression)
         while data := stream.read(_SKIP_BYTES):
             content += data

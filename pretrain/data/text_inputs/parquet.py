@@ -3,14 +3,14 @@
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import LONG_BYTES, Chunk, Position
 from pretrain.data.text_inputs.formats import import_pyarrow, input_name
+from pretrain.data.text_inputs.stored_file import expect
 from pretrain.data.text_inputs.text import text_cut
 from pretrain.errors import ConfigError
-from pretrain.remote import RemoteFile
 
 _BUFFER_BYTES = 1 << 20
 _MOST_VALUES = 1 << 14  # in a chunk
@@ -18,47 +18,48 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary"
 
 
 def read_parquet(path: str, column: str, start: Position, stop: int | None = None, *, chunk_bytes: int,
-                 long_bytes: int, reader: BlockReader | None = None) -> Iterator[Chunk]:
+                 long_bytes: int, reader: Any = None) -> Iterator[Chunk]:
     """Yield the values of a column from the row `start.offset` to the row before `stop` in chunks. Raises ConfigError.
 
     reader: the open file, if `path` is a URL. Only its end and the needed parts of the column are fetched.
     """
     name = input_name(path)
-    pyarrow = import_pyarrow(name)
-    try:
+    with _naming(name, "it cannot be read to its end"):
         file = open_parquet(path if reader is None else reader)
-        bytes_per_row = (reader.size if reader else os.path.getsize(path)) / max(file.metadata.num_rows, 1)
+        size = os.path.getsize(path) if reader is None else reader.seek(0, os.SEEK_END)
+        bytes_per_row = size / max(file.metadata.num_rows, 1)
         chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
         chunks = ValueChunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
         names = column_path(file.schema_arrow, column, name)
         if reader is not None:
-            reader.expect(_ranges(file.metadata, ".".join(names), start.offset, stop))
+            expect(reader, _ranges(file.metadata, ".".join(names), start.offset, stop))
         values = column_values(file, names, start.offset, chunk_bytes)
         for value in itertools.islice(values, None if stop is None else stop - start.offset):
             yield from chunks.add(value)
         yield from chunks.rest()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(name, problem=f"it cannot be read to its end: {error}") from None
 
 
-def check_parquet(path: str, column: str, remote: RemoteFile | None = None) -> None:
-    """Raise ConfigError if a file is damaged, or has no text in this column."""
+def check_parquet(path: str, column: str, reader: Any = None) -> None:
+    """Raise ConfigError if a file is damaged, or has no text in this column. reader: see `read_parquet`."""
     name = input_name(path)
-    pyarrow = import_pyarrow(name)
-    try:
-        column_path(open_parquet(path if remote is None else BlockReader(remote)).schema_arrow, column, name)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(name, problem=f"this Parquet file is damaged: {error}") from None
+    with _naming(name, "this Parquet file is damaged"):
+        column_path(open_parquet(path if reader is None else reader).schema_arrow, column, name)
 
 
-def num_rows(path: str, reader: BlockReader | None = None) -> int:
-    """Return the number of rows of a file. Raises ConfigError. reader: the open file, if `path` is a URL."""
-    name = input_name(path)
-    pyarrow = import_pyarrow(name)
-    try:
+def num_rows(path: str, reader: Any = None) -> int:
+    """Return the number of rows of a file. Raises ConfigError. reader: see `read_parquet`."""
+    with _naming(input_name(path), "it cannot be read"):
         return int(open_parquet(path if reader is None else reader).metadata.num_rows)
+
+
+@contextmanager
+def _naming(name: str, problem: str) -> Iterator[None]:
+    """Convert errors of Arrow and of the file to ConfigError."""
+    pyarrow = import_pyarrow(name)
+    try:
+        yield
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(name, problem=f"it cannot be read: {error}") from None
+        raise ConfigError(name, problem=f"{problem}: {error}") from None
 
 
 def open_parquet(source: Any) -> Any:

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import BOM, ReadSettings
 from pretrain.data.text_inputs.find import Input
 from pretrain.data.text_inputs.formats import Source, open_source
 from pretrain.data.text_inputs.parquet import num_rows
-from pretrain.remote import RemoteFile, is_url
 
 _BLOCK_BYTES = 1 << 16
 
@@ -43,7 +41,7 @@ def part_of(files: Sequence[Input], settings: ReadSettings, index: int, count: i
     total = sum(file.num_bytes for file in files)
     first, last = total * index // count, total * (index + 1) // count
     parts: dict[int, Input] = {}
-    begins = 0  # of the file, in the bytes of all files
+    begins = 0  # byte at which the file begins, in the bytes of all files
     for number, file in enumerate(files):
         start, stop = max(first - begins, 0), min(last - begins, file.num_bytes)
         if not _is_divisible(file, settings):
@@ -67,7 +65,7 @@ def _part_of_file(file: Input, settings: ReadSettings, start: int, stop: int) ->
     """Return the part with the documents that begin in the bytes [start, stop) of a file; None if there are none."""
     size = file.num_bytes
     if file.kind == "parquet":
-        whole = num_rows(file.path, _reader(file))
+        whole = num_rows(file.path, file.open())
         begin, end = -(-start * whole // size), -(-stop * whole // size)
     else:
         whole, separator = size, b"\n" if file.kind == "jsonl" else settings.document_separator.encode()
@@ -79,19 +77,13 @@ def _part_of_file(file: Input, settings: ReadSettings, start: int, stop: int) ->
     return replace(file, start=begin, stop=end, num_bytes=size * (end - begin) // whole)
 
 
-def _reader(file: Input) -> BlockReader | None:
-    if file.stored is not None:
-        return file.stored.open()
-    return BlockReader(RemoteFile(file.path)) if file.dataset is not None and is_url(file.path) else None
-
-
 def _first_document(file: Input, separator: bytes, byte: int) -> int:
     """Return the position of the first document that begins at or after `byte`; the size of the file if there is none.
     """
     if byte in (0, file.num_bytes):
         return byte
     with _opened(file) as source:
-        first = len(BOM) if source.read(len(BOM)) == BOM else 0  # of the first document
+        first = len(BOM) if source.read(len(BOM)) == BOM else 0  # byte at which the first document begins
         start = _between_separators(source, separator, max(byte - len(separator), first), first)
         return next((end for end in _ends(source, separator, start) if end >= byte), file.num_bytes)
 

@@ -4,14 +4,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import BEGINNING, BOM, CHUNK_BYTES, LONG_BYTES, Chunk, Position, ReadSettings
 from pretrain.data.text_inputs.find import Input
 from pretrain.data.text_inputs.formats import ByteStream, Source, decompressed, open_source, skip
-from pretrain.data.text_inputs.hub_rows import read_data_file
 from pretrain.data.text_inputs.json_lines import LongLine, text_parts
 from pretrain.data.text_inputs.parquet import read_parquet
+from pretrain.data.text_inputs.stored_file import expect
 from pretrain.data.text_inputs.text import separator_cut, text_cut
 from pretrain.errors import ConfigError
 
@@ -21,30 +21,29 @@ _FILES_AHEAD = 4
 
 
 def read_chunks(found: Input, settings: ReadSettings, *, start: Position = BEGINNING, chunk_bytes: int = CHUNK_BYTES,
-                long_bytes: int = LONG_BYTES, reader: BlockReader | None = None,
-                copy: Path | None = None) -> Iterator[Chunk]:
+                long_bytes: int = LONG_BYTES, reader: Any = None) -> Iterator[Chunk]:
     """Yield an input from the position `start` in chunks of about `chunk_bytes`; a long JSON line becomes several.
 
-    reader: of a file of a store that is open already.
-    copy: path at which the bytes of a compressed file of a store are kept, because it is read from its beginning.
+    reader: of a file at a URL, if it is open already.
 
     The chunks from a position on are always the same: whether reading began there or before. Standard input can only
     be read once, from its beginning. Raises ConfigError if the input cannot be read to its end.
     """
     start = found.beginning if start == BEGINNING else start
-    if found.dataset is not None:
-        yield from read_data_file(found.dataset, found.path, settings.jsonl_key, start, found.stop,
-                                  chunk_bytes=chunk_bytes, long_bytes=long_bytes)
+    if found.dataset is not None and found.kind != "parquet":
+        yield from found.dataset.read(found.path, settings.jsonl_key, start, chunk_bytes=chunk_bytes,
+                                      long_bytes=long_bytes)
         return
-    if found.stored is not None and reader is None:
-        reader = found.stored.open()
+    if reader is None:
+        reader = found.open()
     if found.kind == "parquet":
         yield from read_parquet(found.path, settings.jsonl_key, start, found.stop, chunk_bytes=chunk_bytes,
                                 long_bytes=long_bytes, reader=reader)
         return
     first = 0 if found.compression or not found.can_resume else start.offset
-    with open_source(found.path, found.head, reader=reader, start=first,
-                     copy=copy if found.compression else None) as source:
+    if found.stored is not None:
+        expect(reader, [(first, found.stored.size)])
+    with open_source(found.path, found.head, reader=reader, start=first) as source:
         stream = decompressed(source, found.compression)
         skip(stream, start.offset - first)
         if found.stop is not None:
@@ -205,7 +204,7 @@ def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, 
     """Yield batches of about CHUNK_BYTES, in order. Small inputs are combined. Raises ConfigError.
 
     continues: whether `start` is inside a document.
-    copies: folder for copies of compressed files of stores; `delete_copies` deletes those that are not needed.
+    copies: folder for copies of compressed files at URLs; `delete_copies` deletes those that are not needed.
     """
     chunks, numbers = list[Chunk](), list[int]()
     size = 0
@@ -233,12 +232,10 @@ def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
     """Yield the input of each chunk, the chunk, and the place of the next one: after the last chunk of an input, that
     is the next input.
     """
-    for index, reader in _open_ahead(inputs, start.input):
+    for index, reader in _open_ahead(inputs, start.input, copies):
         position = start.position if index == start.input else BEGINNING
         previous: Chunk | None = None
-        copy = copies / f"{_COPY}{index}" if copies is not None and inputs[index].stored is not None else None
-        for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=CHUNK_BYTES,
-                                 reader=reader, copy=copy):
+        for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=CHUNK_BYTES, reader=reader):
             if previous is not None:
                 yield index, previous, Place(index, previous.end)
             previous = chunk
@@ -246,17 +243,18 @@ def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
             yield index, previous, Place(index + 1, BEGINNING)
 
 
-def _open_ahead(inputs: Sequence[Input], first: int) -> Iterator[tuple[int, BlockReader | None]]:
-    """Yield the number of each input, and the open file of a store. The next files are opened and fetched meanwhile.
+def _open_ahead(inputs: Sequence[Input], first: int, copies: Path | None) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each input, and the open file of a URL. The next files are opened and fetched meanwhile.
 
     So small files do not wait for the network one after the other.
     """
-    opened: deque[tuple[int, BlockReader | None]] = deque()
+    opened: deque[tuple[int, Any]] = deque()
     for index in range(first, len(inputs)):
-        stored = inputs[index].stored
-        reader = None if stored is None else stored.open()
-        if reader is not None and index > first and inputs[index].kind != "parquet":
-            reader.fetch_beginning()
+        found = inputs[index]
+        copy = copies / f"{_COPY}{index}" if copies is not None and found.compression else None
+        reader = None if found.stored is None else found.open(copy)
+        if found.stored is not None and index > first and found.kind != "parquet":
+            expect(reader, [(0, found.stored.size)])
         opened.append((index, reader))
         if len(opened) > _FILES_AHEAD:
             yield opened.popleft()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
-from pretrain.data.token_files.remote_token_file import RemoteTokenFile
+from pretrain.data.token_files.token_file import TokenFile
 from pretrain.errors import ConfigError
 
 CHECK_S = 0.2  # time in which a start checks blocks
@@ -20,9 +20,9 @@ CHECK_S = 0.2  # time in which a start checks blocks
 class FoundHashes:
     """Hashes that earlier programs have stored for a data set."""
 
-    current: DataHashes | None  # of the files as they are: sizes, modification time of the .bin and .idx are the same
+    current: DataHashes | None  # sizes and modification time of the .bin, and the .idx, are the same now
     earlier: DataHashes | None  # complete hashes of an earlier version of the files
-    path: Path | None  # of `current`
+    path: Path | None  # file that has `current`
     notes: tuple[str, ...]  # about files that cannot be used
 
 
@@ -56,7 +56,7 @@ def check_blocks(indexed: IndexedDataset, found: FoundHashes, *, seconds: float)
         return
     end = time.monotonic() + seconds
     blocks = found.current.blocks
-    # ranks of a host, which have the same parent process, download the same block of data in an object store, once
+    # ranks of a host, which have the same parent process, download the same block of data at a URL, once
     choice = random.Random(f"{socket.gethostname()} {os.getppid()}") if indexed.is_remote else random.SystemRandom()
     for number in choice.sample(range(len(blocks)), len(blocks)):
         if block_sha256(indexed, number) != blocks[number]:
@@ -66,12 +66,12 @@ def check_blocks(indexed: IndexedDataset, found: FoundHashes, *, seconds: float)
 
 
 def block_sha256(indexed: IndexedDataset, number: int) -> str:
-    """Return the SHA-256 of a block of the .bin; of one in an object store, this downloads the block."""
-    if isinstance(indexed.file, RemoteTokenFile):
-        start = number * BLOCK_BYTES
-        num_bytes = min(BLOCK_BYTES, indexed.file.status().st_size - start)
-        return hashlib.sha256(indexed.file.read(start, num_bytes)).hexdigest()
-    return hash_block(indexed.file.descriptor, number)
+    """Return the SHA-256 of a block of the .bin; of one at a URL, this downloads the block."""
+    if isinstance(indexed.file, TokenFile):
+        return hash_block(indexed.file.descriptor, number)
+    start = number * BLOCK_BYTES
+    num_bytes = min(BLOCK_BYTES, indexed.file.status().st_size - start)
+    return hashlib.sha256(indexed.file.read(start, num_bytes)).hexdigest()
 
 
 def damaged_block(indexed: IndexedDataset, number: int, path: Path | None) -> ConfigError:
@@ -88,10 +88,10 @@ def damaged_block(indexed: IndexedDataset, number: int, path: Path | None) -> Co
 def hash_if_fast(indexed: IndexedDataset, seconds: float) -> None:
     """Hash the .bin if this takes less than `seconds` at the speed of the first blocks; set `indexed.hashes`.
 
-    Data with a large .idx that has no hash yet is left to the background. Data in an object store is hashed only if it
-    is one block: it would be downloaded.
+    Data with a large .idx that has no hash yet is left to the background. Data at a URL is hashed only if it is one
+    block: it would be downloaded.
     """
-    if isinstance(indexed.file, RemoteTokenFile) and indexed.file.status().st_size > BLOCK_BYTES:
+    if indexed.is_remote and indexed.file.status().st_size > BLOCK_BYTES:
         return
     if not indexed.idx_sha256:
         return

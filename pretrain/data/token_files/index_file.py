@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.token_files.fetched_files import Url
-from pretrain.data.token_files.token_file import TokenFile
+from pretrain.data.token_files.token_file import TokenFile, Url
 from pretrain.errors import ConfigError, listed
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
-LENGTH_DTYPE, OFFSET_DTYPE = np.dtype("<i4"), np.dtype("<i8")  # of lengths; of byte offsets and the document index
+LENGTH_DTYPE, OFFSET_DTYPE = np.dtype("<i4"), np.dtype("<i8")  # lengths; byte offsets and document index
 REWRITE = "write it again with `ds-pretrain prepare`"
 _LARGEST_UINT16_VOCAB = 65_499  # limit in Megatron-LM and GPT-NeoX, which infer the dtype from the vocabulary
 SMALL_INDEX_BYTES = 64 * 2**20  # up to this size, a start reads every entry of the .idx: about 0.1 s
-SAMPLED_RUNS, RUN_ENTRIES = 128, 512  # of a larger .idx, a start reads this many runs of entries
+SAMPLED_RUNS, RUN_ENTRIES = 128, 512  # a start reads this many runs of entries of a larger .idx
 CHUNK_ENTRIES = 2**18  # read or written at once
 _CHUNK_BYTES = 2**20
 _OPEN = "give the prefix of a .bin/.idx pair, without .bin; `ds-pretrain prepare` writes one"
@@ -46,7 +45,7 @@ class IndexFile:
         self.path = path
         try:
             self.file = TokenFile(copy or Path(str(path)))
-            self.status = self.file.status()  # of the file that was opened
+            self.status = self.file.status()  # status of the open file, not of its name
             self.num_bytes = self.status.st_size
             header = self.file.read(0, min(self.num_bytes, HEADER.size))
         except OSError as error:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.token_files.fetched_files import Url, fetch_small_files, read_small_file
 from pretrain.data.token_files.hashes import DataHashes, hashes_path, read_hashes
 from pretrain.data.token_files.index_file import REWRITE, IndexFile, check_entries, reason
-from pretrain.data.token_files.page_cache import CacheSettings, PageCache, open_cache
-from pretrain.data.token_files.remote_token_file import RemoteTokenFile
-from pretrain.data.token_files.token_file import TokenFile
+from pretrain.data.token_files.token_file import TokenFile, TokenFiles, TokenReader, Url, token_files_at
 from pretrain.errors import ConfigError, reason_of
 from pretrain.remote import is_url
 from pretrain.stored_json import build, parse_json, read_object
 
-_SAMPLES, _SAMPLE_TOKENS = 64, 1024  # of the .bin, for the fingerprint
+_SAMPLES, _SAMPLE_TOKENS = 64, 1024  # samples of the .bin that the fingerprint has
 _RANGE_FACTOR = 32  # a range of entries is read at once if at most this many times the wanted entries are in it
 
 
@@ -33,31 +30,31 @@ class IndexedDataset:
     of a large one; `ds-pretrain data verify` checks all entries of any .idx.
 
     Attributes: num_tokens, num_documents, num_sequences, dtype of the file, notes (one line each), hashes (of every
-    byte; None until they are known); prefix, which is a Url for data in an object store; small_files, prefix of the
-    files other than the .bin: for data in an object store, of their copies on this disk; cache, of such data.
+    byte; None until they are known); prefix, which is a Url for data at a URL; small_files, prefix of the files other
+    than the .bin: for data at a URL, of their copies on this disk.
     Raises ConfigError that names the file if the pair is missing, truncated or inconsistent.
     """
 
-    def __init__(self, prefix: str | Path, cache: CacheSettings | None = None) -> None:
-        """`cache`: where pages of data in an object store are kept."""
+    def __init__(self, prefix: str | Path, settings: Mapping[str, Any] | None = None) -> None:
+        """`settings`: of the extensions that read data at URLs, by their names."""
         self.prefix: Path | Url = Url(prefix) if isinstance(prefix, str) and is_url(prefix) else Path(prefix)
         self.small_files, self._idx_sha256 = Path(prefix), ""  # SHA-256 of a large .idx
         self.bin_path, self.idx_path = (type(self.prefix)(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
-        self.cache: PageCache | None = None
+        files: TokenFiles | None = None
         if isinstance(self.prefix, Url):
-            self.cache = open_cache(cache or CacheSettings())
-            fetched = fetch_small_files(self.prefix.address, self.cache.folder)
-            self.small_files, self._idx_sha256 = fetched.prefix, fetched.idx_sha256
-        self.index = IndexFile(self.idx_path, None if self.cache is None else Path(f"{self.small_files}.idx"))
+            files = token_files_at(self.prefix, settings)
+            self.small_files, self._idx_sha256 = files.copy_small_files()
+        self.index = IndexFile(self.idx_path, None if files is None else Path(f"{self.small_files}.idx"))
         check_entries(self.index, sampled=not self.index.is_small)
         self.dtype: np.dtype[Any] = self.index.dtype
         self.num_sequences = self.index.num_sequences
         self.num_tokens = self._offset_of_sequence(self.num_sequences)
         self.num_documents = self.index.num_index_entries - 1
         self.notes: tuple[str, ...] = ()
+        self.url_note = "" if files is None else files.note  # a note at the start of a run
         self._each_sequence_is_a_document = False
         self._check_last_document()
-        self.file = self._open_bin()
+        self.file = self._open_bin(files)
         self.hashes: DataHashes | None = None
         self._check_uploaded_hashes()
 
@@ -172,8 +169,8 @@ class IndexedDataset:
     def is_described_by(self, hashes: DataHashes) -> bool:
         """Return whether these are hashes of the files as they are.
 
-        A .bin and a large .idx are compared by size and modification time, a small .idx by its hash. Of a .bin in an
-        object store, the modification time is that of the upload: it is not compared.
+        A .bin and a large .idx are compared by size and modification time, a small .idx by its hash. Of a .bin at a
+        URL, the modification time is that of the upload: it is not compared.
         """
         if self.is_remote:
             return (hashes.bin_bytes, hashes.idx_sha256) == (self.file.status().st_size, self.idx_sha256)
@@ -216,11 +213,11 @@ class IndexedDataset:
 
     @property
     def is_remote(self) -> bool:
-        """True if the data is in an object store."""
-        return isinstance(self.file, RemoteTokenFile)
+        """True if the data is at a URL."""
+        return isinstance(self.prefix, Url)
 
     def _check_uploaded_hashes(self) -> None:
-        """Raise ConfigError if the .sha256.json in an object store is of other files."""
+        """Raise ConfigError if the .sha256.json at a URL is of other files."""
         hashes = None
         if self.is_remote:
             with contextlib.suppress(ValueError):  # damaged: reported by those who use it
@@ -230,14 +227,10 @@ class IndexedDataset:
                               "the data set were uploaded, or a file is damaged",
                               remedy="upload all of them again; without this file, nothing is compared")
 
-    def _open_bin(self) -> TokenFile | RemoteTokenFile:
+    def _open_bin(self, files: TokenFiles | None) -> TokenReader:
         """Open the .bin, and check that it has the size that the .idx describes."""
-        file: TokenFile | RemoteTokenFile
         try:
-            if isinstance(self.bin_path, Url):
-                file = RemoteTokenFile(self.bin_path.address, self.cache)
-            else:
-                file = TokenFile(self.bin_path)
+            file: TokenReader = TokenFile(Path(str(self.bin_path))) if files is None else files.open_tokens()
             found = file.status().st_size
         except OSError as error:
             raise ConfigError(str(self.bin_path), problem=reason(error), remedy=REWRITE) from None
@@ -286,7 +279,7 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
     path: Path | Url = Url(f"{prefix}.meta.json") if isinstance(prefix, str) and is_url(prefix) else meta_path(prefix)
     try:
         if isinstance(path, Url):
-            content = read_small_file(path.address)
+            content = token_files_at(Url(str(prefix))).read_small_file(".meta.json")
             if content is None:
                 return None
             meta = build(dict[str, Any], parse_json(content))

@@ -13,7 +13,7 @@ from pretrain.data.token_files.indexed_dataset import IndexedDataset, open_check
 from pretrain.errors import ConfigError
 from pretrain.remote import is_url
 
-Advance = Callable[[int, str], None]  # of a ProgressBar: number of bytes, note
+Advance = Callable[[int, str], None]  # `ProgressBar.advance`: number of bytes, note
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class IndexedWriter:
         assert self.dtype in CODES, f"{self.dtype} has no code in the .idx format"
         self.num_tokens = self.num_sequences = self.num_documents = 0
         self._blocks: list[str] = []  # hashes of the blocks of the .bin
-        self._divided_tokens = self._last_end = 0  # of `add_sequences`
+        self._divided_tokens = self._last_end = 0  # see `add_sequences`
         self._temporary = {name: Path(f"{prefix}.{name}.tmp-{os.getpid()}") for name in _TEMPORARY}
         folder = self.prefix.absolute().parent
         self._created = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pretrain.data.text_inputs.chunk import ReadSettings
+from pretrain.data.text_inputs.dataset import NamedDataset
 from pretrain.data.text_inputs.documents import read_pieces
 from pretrain.data.text_inputs.find import Input, find_inputs
-from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.convert_sentencepiece import sentencepiece_files
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -25,7 +25,7 @@ _RESERVED = re.compile("[\u2581\u2585]+")
 """characters that the trainer reserves; it skips lines that contain them. The encoder encodes them as bytes."""
 
 
-def train_sentencepiece(inputs: Sequence[str] | DatasetName, out_dir: str | Path, *, vocab_size: int,
+def train_sentencepiece(inputs: Sequence[str] | NamedDataset, out_dir: str | Path, *, vocab_size: int,
                         reading: ReadSettings | None = None, max_megabytes: float = 100, threads: int | None = None,
                         character_coverage: float = 0.9995, special_tokens: Sequence[str] = (),
                         verbose: bool = False) -> Tokenizer:

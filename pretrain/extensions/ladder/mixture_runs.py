@@ -28,13 +28,13 @@ from pretrain.extensions.ladder.mixture_law import (
     fit_mixtures,
     propose,
 )
-from pretrain.extensions.ladder.target import say_left_out
+from pretrain.extensions.ladder.target import DATA_SETTINGS, say_left_out
 from pretrain.monitor.curve import Expected
 
 MIXTURES_JSON, FORMAT = "mixtures.json", "ds-pretrain mixtures 1"
-_DATA, _PATHS = ("train_data", "valid_data", "test_data"), ("model", "deepspeed_config", "tokenizer", "data_cache")
+_DATA, _PATHS = ("train_data", "valid_data", "test_data"), ("model", "deepspeed_config", "tokenizer", *DATA_SETTINGS)
 _NOT_KEPT = ("save", "resume", "eval_interval", "save_interval", "keep_best",
-             *(name for each in extensions() for name in each.flags))
+             *(name for each in extensions() for name in each.flags if name not in DATA_SETTINGS))
 _NOT_SUPPORTED = ("blend_schedule", "resume_from")
 
 
@@ -128,7 +128,7 @@ def write_settings(target: str, out: Path) -> None:
         if name in keys:
             keys[name] = absolute_words(keys[name])
     for name in _PATHS:
-        if name in keys and os.path.exists(keys[name]):
+        if os.path.exists(str(keys.get(name))):
             keys[name] = os.path.abspath(keys[name])
     text = yaml.safe_dump({**keys, "resume": "auto", "eval_interval": 0, "save_interval": 0}, sort_keys=False)
     file = out / RUN_YAML

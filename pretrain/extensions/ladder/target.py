@@ -13,9 +13,9 @@ import yaml
 
 from pretrain.active_extensions import extensions, model_flags
 from pretrain.checkpoint.format.hashed_files import write_atomically
-from pretrain.cli import say
+from pretrain.cli import path_text, say
 from pretrain.commands.small_runs import RUN_YAML
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.arguments import DEFAULTS, FLAGS, RunArguments
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.config.schedule import KINDS, Schedule
@@ -40,7 +40,7 @@ _WSD_FRACTION, _LOWEST_RATIO = 0.2, 0.1  # decays, if the target's schedule has 
 DEEPSPEED_JSON = "deepspeed.json"
 # flags that the smaller runs have as the target; the ladder sets the others, or they have no effect on the loss
 _KEPT = (
-    "train_data", "valid_data", "test_data", "split", "sample_order", "packing", "data_cache", "data_cache_gb",
+    "train_data", "valid_data", "test_data", "split", "sample_order", "packing",
     "tokenizer", "seq_length", "eod_mask_loss", "document_attention", "seed", "label_smoothing", "z_loss",
     "router_aux_loss", "router_z_loss", "expert_capacity_factor", "no_weight_decay", "gradient_value_clipping",
     "adaptive_clipping", "adaptive_clipping_window", "init_method", "output_init_method", "init_std", "mup_base_width",
@@ -48,6 +48,8 @@ _KEPT = (
     "adam_epsilon", "gradient_clipping", "precision", "compile_blocks", "tf32", "plain_operators",
     "emulate_fp16",
 )
+# flags of extensions that say how data is read
+DATA_SETTINGS = tuple(name for each in extensions() if each.token_files for name in each.flags)
 _NOT_SUPPORTED = {  # flag -> why a ladder cannot predict a run with it
     "dataset_module": "a ladder records its corpus by token files",
     "init_from": "a scaling law describes training from random weights",
@@ -253,8 +255,9 @@ def _kept_flags(args: RunArguments) -> dict[str, Any]:
     for name in ("train_data", "valid_data", "test_data"):
         if name in flags:
             flags[name] = absolute_words(flags[name])
-    if "data_cache" in flags:
-        flags["data_cache"] = os.path.abspath(flags["data_cache"])
+    for name in DATA_SETTINGS:
+        if (value := args.value(name)) != DEFAULTS[name]:
+            flags[name] = os.path.abspath(value) if FLAGS[name].parse is path_text else value
     if flags.get("tokenizer"):
         flags["tokenizer"] = absolute_tokenizer(flags["tokenizer"])
     return flags

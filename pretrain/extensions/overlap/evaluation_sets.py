@@ -12,14 +12,14 @@ import numpy.typing as npt
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import Piece, read_pieces
 from pretrain.data.text_inputs.find import find_inputs
+from pretrain.data.text_inputs.stored_file import is_remote, stored_file
 from pretrain.data.text_inputs.text import divide
-from pretrain.data.text_inputs.url_files import is_remote
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, check_same_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.extensions.overlap.ngrams import Numbers
 from pretrain.hub import recorded_tokenizer
-from pretrain.remote import open_file_system, with_retries, without_credentials
+from pretrain.remote import StoreError
 
 _FLAG = "--against"
 _GROUP_CHARACTERS = 1 << 20  # characters of texts that are encoded at once
@@ -83,9 +83,12 @@ def _is_prefix(word: str) -> bool:
         return Path(f"{word}.idx").exists() and not Path(word).exists()
     if "*" in word or "?" in word:
         return False
-    name = without_credentials(word)
-    system, path = open_file_system(f"{word}.idx", f"{_FLAG} {name}")
-    return bool(with_retries(lambda: system.exists(path), name))
+    try:
+        return stored_file(f"{word}.idx").size > 0
+    except StoreError:
+        raise
+    except ConfigError:  # there is no such file
+        return False
 
 
 def _check_size(word: str, num_tokens: int) -> None:

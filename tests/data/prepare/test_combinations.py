@@ -3,9 +3,10 @@
 import json
 import random
 import signal
-from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,14 +17,13 @@ from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import ReadSettings
-from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from tests.data.prepare.helpers import SOURCES, content, edited, merge_shards_of, sentence
 from tests.data.prepare.steps import Length, Shout
 from tests.data.prepare.test_resume import in_child, kill_at_call
-from tests.data.prepare.urls import put_folder
-from tests.support.stores import s3_server
+from tests.support.extensions import entries_of_extensions
 
+OTHERS: dict[str, Any] = entries_of_extensions("preparations", "SOURCES")  # name -> context manager of inputs
 ALL = PrepareSettings(ReadSettings(skip_errors=True), deduplicate=True, steps=[Length(), Shout()])
 
 
@@ -67,19 +67,18 @@ def special_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
                                    special_tokens=("<a>", "<b>")).path)
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[str]:
-    with s3_server(tmp_path_factory.mktemp("s3"), "bucket"):
-        put_folder(corpus, "s3://bucket/corpus")
-        yield "s3://bucket/corpus"
-
-
-@pytest.mark.parametrize("source", ["files", "s3", "dataset"])
+@pytest.mark.parametrize("source", ["files", *OTHERS])
 @pytest.mark.parametrize("exact", ["remove", "count", ""])
 def test_merged_shards_of_any_source(source: str, exact: str, corpus: Path, parquet: Path, special_tokenizer: str,
-                                     s3: str, tmp_path: Path) -> None:
+                                     tmp_path: Path) -> None:
+    with OTHERS[source](corpus, parquet, tmp_path) if source in OTHERS else nullcontext(
+            [str(corpus), str(parquet)]) as inputs:
+        check_merged_shards(inputs, exact, special_tokenizer, tmp_path)
+
+
+def check_merged_shards(inputs: Any, exact: str, special_tokenizer: str, tmp_path: Path) -> None:
+    """Prepare three shards of the inputs, killed if they are words, and merge them."""
     settings = replace(ALL, steps=[Length(exact), Shout()], deduplicate=not exact)
-    inputs = {"files": [str(corpus), str(parquet)], "s3": [s3], "dataset": DatasetName(str(parquet.parent))}[source]
     prepare(inputs, tokenizer=special_tokenizer, out=str(tmp_path / "single"), settings=settings, workers=1)
     expected, out = content(tmp_path / "single"), str(tmp_path / "out")
     summary = json.loads(expected["summary.json"])
@@ -92,7 +91,7 @@ def test_merged_shards_of_any_source(source: str, exact: str, corpus: Path, parq
             prepare(inputs, tokenizer=special_tokenizer, out=out, settings=settings, workers=1, shard=shard,
                     seconds_between_states=0)
 
-        if source != "dataset":
+        if isinstance(inputs, list):  # libraries of a dataset have threads, which a fork does not
             assert in_child(lambda: (kill_at_call(120 + 40 * index), make())) in (0, -signal.SIGKILL)  # noqa: B023
         make()
         make()  # it is complete

@@ -19,7 +19,7 @@ from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.text_inputs.chunk import LONG_BYTES, ReadSettings
 from tests.data.prepare.helpers import TEXTS as SHORT
 from tests.data.prepare.helpers import merge_shards_of
-from tests.data.prepare.hub_jobs import ROOT, Jobs, hub_jobs
+from tests.extensions.hub_datasets.hub_jobs import ROOT, Jobs, hub_jobs
 from tests.support.dataset_hub import TOKEN, DatasetHub, Repository, dataset_hub
 
 OLD, NEW = "0d" * 20, "1e" * 20

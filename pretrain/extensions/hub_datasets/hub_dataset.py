@@ -6,14 +6,16 @@ Scripts of datasets are never run: the versions of the library that this package
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.data.text_inputs.chunk import Chunk, Position
+from pretrain.data.text_inputs.dataset import DataFile, NamedDataset
 from pretrain.data.text_inputs.formats import JSONL_ENDINGS, decompressed
-from pretrain.data.text_inputs.hub_requests import ask_hub, hub_error
 from pretrain.errors import ConfigError, import_package, shorten
+from pretrain.extensions.hub_datasets.hub_requests import ask_hub, hub_error
 from pretrain.remote import is_url
 from pretrain.stored_json import read_object
 
@@ -24,7 +26,7 @@ _ENDINGS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
 
 @dataclass(frozen=True)
-class DatasetName:
+class DatasetName(NamedDataset):
     """A dataset, as the flags --dataset... name it."""
 
     name: str
@@ -46,34 +48,45 @@ class DatasetName:
         """The flag, for messages."""
         return f"--dataset {self.name}"
 
-    def record(self) -> dict[str, str | None]:
-        """Return what determines the rows, as JSON values."""
-        return {"--dataset": self.name, "--dataset_config": self.config, "--dataset_split": self.split,
-                "--dataset_revision": self.revision or None, "dataset_commit": self.commit or None}
-
-    def facts(self) -> dict[str, str | None]:
-        """Return where the rows come from, for PREFIX.meta.json."""
-        return {name: value or None for name, value in asdict(self).items()}
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """A data file of a dataset."""
-
-    path: str
-    """hf://datasets/ORG/NAME@COMMIT/FILE, or a local path"""
-    num_bytes: int
-
     @property
-    def kind(self) -> str:
-        name = self.path.lower()
-        for ending in _ENDINGS:
-            name = name.removesuffix(ending)
-        return "parquet" if name.endswith(".parquet") else "jsonl" if name.endswith(JSONL_ENDINGS) else "rows"
+    def words(self) -> list[str]:  # type: ignore[override]
+        """The flags and values that name it."""
+        options = {"config": self.config, "split": self.split if self.split != "train" else "",
+                   "revision": self.revision}
+        return ["--dataset", self.name, *(word for name, value in options.items() if value
+                                          for word in (f"--dataset_{name}", value))]
 
-    @property
-    def compression(self) -> str:
-        return _ENDINGS.get(Path(self.path.lower()).suffix, "")
+    def pinned(self, record: Mapping[str, Any]) -> "DatasetName":
+        """Return the dataset with a commit: that of an earlier preparation of it, else the one that its revision has
+        now. Raises ConfigError.
+        """
+        if self.is_folder or self.commit:
+            return self
+        if record.get("--dataset") == self.name and (record.get("--dataset_revision") or "") == self.revision and \
+                record.get("dataset_commit"):
+            return replace(self, commit=str(record["dataset_commit"]))
+        return replace(self, commit=str(_repository(self).sha))
+
+    def open(self) -> "HubDataset":
+        """Find the data files of the split. Raises ConfigError, which says what exists, for names that do not."""
+        if self.is_folder:
+            if self.revision:
+                raise ConfigError("--dataset_revision", problem="a local folder has no revisions",
+                                  remedy="leave it out")
+            saved = any(os.path.isfile(os.path.join(self.name, name)) for name in (_STATE, _SPLITS))
+            return _saved_dataset(self) if saved else _with_files(self, _builder(self), {})
+        wanted = self.pinned({})
+        sizes = {str(file.rfilename): int(file.size or 0) for file in _repository(wanted).siblings or ()}
+        return _with_files(wanted, _builder(wanted), sizes)
+
+
+def _data_file(path: str, num_bytes: int) -> DataFile:
+    """Return a data file. `path`: hf://datasets/ORG/NAME@COMMIT/FILE, or a local path."""
+    name = path.lower()
+    for ending in _ENDINGS:
+        name = name.removesuffix(ending)
+    kind = "parquet" if name.endswith(".parquet") else "jsonl" if name.endswith(JSONL_ENDINGS) else "rows"
+    return DataFile(path, num_bytes, kind, _ENDINGS.get(Path(path.lower()).suffix, ""))
 
 
 @dataclass(frozen=True)
@@ -93,34 +106,29 @@ class HubDataset:
                  f"commit {found.commit}" if found.commit else ""]
         return ", ".join(part for part in parts if part)
 
+    @property
+    def commit(self) -> str:
+        return self.found.commit
 
-def pinned(wanted: DatasetName, record: Mapping[str, Any]) -> DatasetName:
-    """Return the dataset with a commit: that of an earlier preparation of it, else the one that its revision has now.
+    def record(self) -> dict[str, str | None]:
+        """Return what determines the rows, as JSON values."""
+        found = self.found
+        return {"--dataset": found.name, "--dataset_config": found.config, "--dataset_split": found.split,
+                "--dataset_revision": found.revision or None, "dataset_commit": found.commit or None}
 
-    record: settings of an earlier preparation; {} if there is none. Raises ConfigError.
-    """
-    if wanted.is_folder or wanted.commit:
-        return wanted
-    if record.get("--dataset") == wanted.name and (record.get("--dataset_revision") or "") == wanted.revision and \
-            record.get("dataset_commit"):
-        return replace(wanted, commit=str(record["dataset_commit"]))
-    return replace(wanted, commit=str(_repository(wanted).sha))
+    def facts(self) -> dict[str, str | None]:
+        """Return where the rows come from, for PREFIX.meta.json."""
+        return {name: value or None for name, value in asdict(self.found).items()}
 
+    def read(self, path: str, column: str, start: Position, *, chunk_bytes: int, long_bytes: int) -> Iterator[Chunk]:
+        """Yield the values of a column of a file that is not Parquet. Raises ConfigError."""
+        from pretrain.extensions.hub_datasets.hub_rows import read_data_file
 
-def open_dataset(wanted: DatasetName) -> HubDataset:
-    """Find the data files of a split. Raises ConfigError, which says what exists, for names that do not."""
-    if wanted.is_folder:
-        if wanted.revision:
-            raise ConfigError("--dataset_revision", problem="a local folder has no revisions", remedy="leave it out")
-        saved = any(os.path.isfile(os.path.join(wanted.name, name)) for name in (_STATE, _SPLITS))
-        return _saved_dataset(wanted) if saved else _with_files(wanted, _builder(wanted), {})
-    wanted = pinned(wanted, {})
-    sizes = {str(file.rfilename): int(file.size or 0) for file in _repository(wanted).siblings or ()}
-    return _with_files(wanted, _builder(wanted), sizes)
+        yield from read_data_file(self, path, column, start, chunk_bytes=chunk_bytes, long_bytes=long_bytes)
 
 
 def library() -> Any:
-    """Return the module `datasets`, quiet, and without its own retries. Raises ConfigError."""
+    """Return the module `datasets`, quiet, and without the retries of the library. Raises ConfigError."""
     datasets = import_package("datasets", "--dataset", "hub",
                               "the Python package datasets, which reads it, is not installed")
     from fsspec.compression import register_compression
@@ -216,7 +224,7 @@ def _with_files(wanted: DatasetName, builder: Any, sizes: Mapping[str, int]) -> 
             raise ConfigError(wanted.flag, problem=f"its README.md names a file outside of it: {path}",
                               remedy="give this file as an input")
     found = replace(wanted, config=str(builder.config.name))
-    return HubDataset(found, tuple(DataFile(path, sizes.get(_in_repository(path), 0) if is_url(path) else
+    return HubDataset(found, tuple(_data_file(path, sizes.get(_in_repository(path), 0) if is_url(path) else
                                             os.path.getsize(path)) for path in files), builder)
 
 
@@ -249,7 +257,7 @@ def _saved_dataset(wanted: DatasetName) -> HubDataset:
         else:
             _split(wanted, [str(read_object(folder / _STATE).get("_split") or "train")])
         paths = [str(folder / entry["filename"]) for entry in read_object(folder / _STATE)["_data_files"]]
-        return HubDataset(wanted, tuple(DataFile(path, os.path.getsize(path)) for path in paths), None)
+        return HubDataset(wanted, tuple(_data_file(path, os.path.getsize(path)) for path in paths), None)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise

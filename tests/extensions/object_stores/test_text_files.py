@@ -14,19 +14,21 @@ import fsspec
 import pyarrow.parquet
 import pytest
 
-import pretrain.data.text_inputs.block_reader
 import pretrain.data.text_inputs.reader
+import pretrain.extensions.object_stores.block_reader
+import pretrain.extensions.object_stores.remote_file
 import pretrain.remote
 from pretrain.commands.new.answers import data_of
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
-from pretrain.data.text_inputs.block_reader import CopiedReader
 from pretrain.data.text_inputs.formats import HEAD_BYTES
-from pretrain.data.text_inputs.url_files import StoredFile
+from pretrain.data.text_inputs.stored_file import StoredFile
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
+from pretrain.extensions.object_stores.remote_file import RemoteFile
+from pretrain.extensions.object_stores.text_files import open_stored
 from tests.data.prepare.helpers import TOOL, merge_shards_of
 from tests.data.prepare.urls import FORMATS, SEPARATED, hashes, name_in, prepared, put_folder, write_corpus
 from tests.support.dataset_hub import TOKEN, DatasetHub, Repository, dataset_hub
@@ -40,7 +42,7 @@ BLOCK, CHUNK = 1 << 14, 1 << 13
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks and chunks, and short waits, so that small files have many of them."""
-    monkeypatch.setattr(pretrain.data.text_inputs.block_reader, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(pretrain.extensions.object_stores.block_reader, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(pretrain.remote, "_FIRST_WAIT_S", 0.01)
 
@@ -128,7 +130,7 @@ def test_every_source_and_format_gives_the_bytes_of_local_files(source: str, cor
 _PROGRAM = f"""
 import json, os, runpy, sys, time
 import pretrain.data.prepare.partial_output as partial_output
-import pretrain.data.text_inputs.block_reader as block_reader
+import pretrain.extensions.object_stores.block_reader as block_reader
 import pretrain.data.text_inputs.reader as reader
 import pretrain.remote as remote
 block_reader.BLOCK_BYTES, reader.CHUNK_BYTES, remote._FIRST_WAIT_S = {BLOCK}, {CHUNK}, 0.01
@@ -327,7 +329,7 @@ def test_a_change_is_reported_through_every_library(name: str, corpus: Path, tmp
 
 
 def test_an_answer_that_stalls_is_continued(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrain.remote, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(pretrain.extensions.object_stores.remote_file, "_ANSWER_S", 1.0)
     with range_server(corpus) as server:
         server.stalls = 2
         local = prepared([str(corpus / "b.jsonl")], tmp_path / "local")
@@ -392,7 +394,7 @@ def test_only_the_end_and_the_column_of_a_parquet_file_are_read(corpus: Path, tm
 def test_a_damaged_copy_of_a_compressed_file_is_fetched_again_from_there(corpus: Path, tmp_path: Path) -> None:
     whole = (corpus / "c.jsonl.gz").read_bytes()
     with range_server(corpus) as server:
-        stored = StoredFile(f"{server.url}/c.jsonl.gz", len(whole), etag_of(whole))
+        stored = StoredFile(f"{server.url}/c.jsonl.gz", len(whole), etag_of(whole), opener=open_stored)
         copy = tmp_path / "copy"
         for damaged_at, first in ((None, 0), (None, None), (3 * BLOCK, 2 * BLOCK), (20, 0)):
             if damaged_at is not None:
@@ -400,7 +402,7 @@ def test_a_damaged_copy_of_a_compressed_file_is_fetched_again_from_there(corpus:
                 content[damaged_at : damaged_at + 9] = bytes(9)
                 copy.write_bytes(content)
             server.sent.clear()
-            reader = CopiedReader(stored.open(), copy)
+            reader = stored.open(copy)
             assert reader.read(100) + reader.read() == whole
             reader.close()
             assert min((sent.start for sent in server.sent_of(".gz")), default=None) == first
@@ -412,7 +414,7 @@ def test_a_server_without_ranges(corpus: Path, tmp_path: Path, monkeypatch: pyte
         url = f"{server.url}/b.jsonl"
         assert prepared([url], tmp_path / "out") == prepared([str(corpus / "b.jsonl")], tmp_path / "local")
         assert len(server.sent_of("b.jsonl")) <= 3  # to detect the format, and to read it: two blocks at the same time
-        monkeypatch.setattr(pretrain.remote, "_WHOLE_BYTES", 100_000)
+        monkeypatch.setattr(pretrain.extensions.object_stores.remote_file, "_WHOLE_BYTES", 100_000)
         with pytest.raises(ConfigError, match=r"sends the complete file instead of the range .* curl -O, and give the"):
             prepared([url], tmp_path / "out")
 
@@ -477,7 +479,7 @@ def error_of(word: str, out: Path) -> str:
 
 def test_wrong_urls(corpus: Path, s3: str, tmp_path: Path, hub: DatasetHub,
                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pretrain.remote.RemoteFile.__init__.__kwdefaults__, "patience_s", 0.3)
+    monkeypatch.setitem(RemoteFile.__init__.__kwdefaults__, "patience_s", 0.3)
     for word, message in {**WRONG_OF_S3, **WRONG_OF_HUB}.items():
         assert message in error_of(word, tmp_path / "out"), word
     hub.repositories["org/books"].access = "private"

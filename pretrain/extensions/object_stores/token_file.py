@@ -1,10 +1,11 @@
-"""RemoteTokenFile: the .bin file of a data set in an object store, read in pages through a cache on the local disk."""
+"""The .bin file of a data set in an object store, read in pages through a cache on the local disk; waits for it."""
 
 import functools
 import hashlib
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -12,14 +13,17 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.callback import Callback, Run
+from pretrain.cli import say
 from pretrain.daemon_threads import DaemonThreads
-from pretrain.data.token_files.page_cache import PAGE_BYTES, PageCache
 from pretrain.errors import ConfigError
-from pretrain.remote import RemoteFile
+from pretrain.extensions.object_stores.page_cache import PAGE_BYTES, PageCache
+from pretrain.extensions.object_stores.remote_file import RemoteFile
 
 _REQUESTS = 32  # at the same time, in one process
 _LARGEST_REQUEST, _AHEAD = 16, 4  # pages
 _SMALL = 2**30  # bytes; of larger files, pages that no sample needs yet would take too much of the network
+_POLL_S = 1.0  # between two looks at waits that are over
 _Pages = dict[int, bytes]
 
 
@@ -133,6 +137,41 @@ class RemoteTokenFile:
 
     def _page_bytes(self, number: int) -> int:
         return min(PAGE_BYTES, self.remote.size - number * PAGE_BYTES)
+
+
+class StoreWaits(Callback):
+    """Lets each rank wait for its data for as long as the store does not answer, and records the waits of rank 0."""
+
+    order = 1  # other callbacks read data when they start
+
+    def __init__(self) -> None:
+        self._next_poll = 0.0
+
+    def start(self, run: Run) -> None:
+        def report(line: str, waits: bool) -> None:
+            run.watchdog.note(line if waits else "")
+            if run.world.rank == 0:
+                run.screen.line(f"warning: {line}" if waits else line)
+            else:
+                say(f"rank {run.world.rank}: {line}")
+
+        for dataset in run.plan.datasets.values():
+            for source in dataset.sources:
+                if isinstance(source.file, RemoteTokenFile):
+                    source.file.wait_without_limit(report)
+        self._files = [source.file for source in run.plan.datasets["train"].sources
+                       if isinstance(source.file, RemoteTokenFile)]
+
+    def end_step(self, run: Run) -> None:
+        """Record that a store did not answer for some time and answers again."""
+        now = time.monotonic()
+        if run.world.rank != 0 or now < self._next_poll:
+            return
+        self._next_poll = now + _POLL_S
+        for file in self._files:
+            (seconds, answer), file.remote.last_wait = file.remote.last_wait, (0.0, "")
+            if seconds:
+                run.event("store_wait", reason=answer, seconds=round(seconds, 1), name=file.path)
 
 
 def _runs(numbers: Sequence[int], num_pages: int | None) -> list[range]:

@@ -2,88 +2,45 @@
 
 import glob
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pretrain.data.text_inputs.block_reader import BlockReader
+from pretrain.data.text_inputs.stored_file import IsLeftOut, StoredFile
 from pretrain.errors import ConfigError
-from pretrain.remote import RemoteFile, is_url, open_file_system, version_of, with_retries, without_credentials
+from pretrain.extensions.object_stores.block_reader import BlockReader, CopiedReader
+from pretrain.extensions.object_stores.remote_file import RemoteFile, names_of, open_file_system, version_of
+from pretrain.remote import with_retries, without_credentials
 
-_LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
 _WEB = re.compile(r"https?://", re.IGNORECASE)
-_HUB = "hf"
+_HUB, _COMMIT = "hf", re.compile("[0-9a-f]{40}")
 _HUB_FOLDERS = {"dataset": "datasets/", "space": "spaces/"}
 _CARD = "README.md"
 """file of a repository of the Hub that describes it"""
-IsSideFile = Callable[[str, bool], bool]
-"""(name, is_folder) -> whether it is left out of folders"""
 
 
-@dataclass(frozen=True)
-class StoredFile:
-    """A version of a file at a URL."""
+def open_stored(file: StoredFile, copy: Path | None) -> BlockReader | CopiedReader:
+    """Open a version of a file. To be called by the main thread: fsspec makes a client for each thread.
 
-    url: str
-    """with the credentials and the signature that open it"""
-    size: int
-    version: str
-    """ETag, hash, or time of the last change; "" if the store names none of them"""
-    revision: str = ""
-    """commit of the Hub that `url` names"""
-
-    @property
-    def name(self) -> str:
-        """The URL, for messages and records."""
-        return without_credentials(self.url)
-
-    @property
-    def identity(self) -> tuple[str, int, str, str]:
-        """What is equal for the same version, also if another signature opens it."""
-        return self.name, self.size, self.version, self.revision
-
-    def connect(self) -> RemoteFile:
-        """Return this version for reading. To be called by the main thread: fsspec makes a client for each thread.
-
-        Raises ConfigError if there is another version, and this is found without reading.
-        """
-        return RemoteFile(self.url, version=self.version, size=self.size)
-
-    def open(self) -> BlockReader:
-        """Open this version."""
-        return BlockReader(self.connect())
+    Raises ConfigError if there is another version, and this is found without reading.
+    """
+    reader = BlockReader(RemoteFile(file.url, version=file.version, size=file.size))
+    return reader if copy is None else CopiedReader(reader, copy)
 
 
-def local_path(word: str) -> str:
-    """Return the path of a URL file:///path, and other words unchanged."""
-    return _LOCAL.sub("", word) if _LOCAL.match(word) else word
+def files_at(url: str, commits: dict[str, str], is_left_out: IsLeftOut) -> list[StoredFile]:
+    """Return the files that a URL names: see `stored_files` of data/text_inputs/stored_file.py. Raises ConfigError.
 
-
-def is_remote(word: str) -> bool:
-    """Return whether a word names files that are not local."""
-    return is_url(word) and not _LOCAL.match(word)
-
-
-def is_web(word: str) -> bool:
-    """Return whether a word is a URL of a web server, which has no list of files."""
-    return _WEB.match(word) is not None
-
-
-def files_at(url: str, commits: dict[str, str], is_side_file: IsSideFile, side_files: list[str]) -> list[StoredFile]:
-    """Return the files that a URL, a URL of a folder or a glob names, in the order of the same local files.
-
-    commits: "hf://REPOSITORY@REVISION" -> commit. A revision that is missing is looked up and added.
-    side_files: names of files of folders that are not read are added. Raises ConfigError.
+    commits: "hf://REPOSITORY@REVISION" -> commit.
     """
     where = without_credentials(url)
-    if is_web(url):
+    if _WEB.match(url):
         return [_web_file(url, where)]
     system, path = open_file_system(url, where)
     if not path.strip("/"):
         raise ConfigError(where, problem="it names no file of a store", remedy="give a URL such as s3://bucket/name")
     revision = ""
-    if type(system).__name__ == "HfFileSystem":
+    if _HUB in names_of(system):
         path, revision = _at_commit(system, path, where, commits)
         url = f"{_HUB}://{path}"
     before, found, after = url.rstrip("/").rpartition(path)
@@ -91,17 +48,11 @@ def files_at(url: str, commits: dict[str, str], is_side_file: IsSideFile, side_f
         raise ConfigError(where, problem="files at such a URL cannot be listed", remedy="give a URL such as "
                           "s3://bucket/name")
 
-    def is_left_out(folder: str, name: str) -> bool:
-        *folders, last = name.removeprefix(folder).strip("/").split("/")
-        return any(part.startswith(".") or is_side_file(part, True) for part in folders) or last.startswith(".") or \
-            is_side_file(last, False) or (bool(revision) and "/".join([*folders, last]) == _CARD)
-
     files: dict[str, Any] = {}
     for folder, entries in with_retries(lambda: _list(system, path), where):
         for name, facts in entries.items():
-            if folder is not None and is_left_out(folder, name):
-                side_files.append(name)
-            else:
+            inner = "" if folder is None else name.removeprefix(folder).strip("/")
+            if not inner or not (is_left_out(inner) or (revision and inner == _CARD)):
                 files[name] = facts
     if not files:
         is_pattern = glob.has_magic(path)
@@ -115,7 +66,7 @@ def _stored_file(url: str, facts: dict[str, Any], revision: str) -> StoredFile:
     if size is None or not version:  # a store whose list does not name them
         file = RemoteFile(url)
         size, version = file.size, file.version
-    return StoredFile(url, int(size), version, revision)
+    return StoredFile(url, int(size), version, revision, open_stored)
 
 
 def _web_file(url: str, where: str) -> StoredFile:
@@ -134,6 +85,8 @@ def _at_commit(system: Any, path: str, where: str, commits: dict[str, str]) -> t
         return path, ""
     root = _HUB_FOLDERS.get(resolved.repo_type, "") + resolved.repo_id
     key = f"{_HUB}://{root}@{resolved.revision}"
+    if _COMMIT.fullmatch(resolved.revision):
+        commits[key] = resolved.revision
     if key not in commits:
         commits[key] = str(with_retries(lambda: system._api.repo_info(
             resolved.repo_id, revision=resolved.revision, repo_type=resolved.repo_type).sha, where))

@@ -42,8 +42,9 @@ def hub_jobs(endpoint: str, home: Path) -> Iterator[Jobs]:
     kept = {name: value for name, value in os.environ.items()
             if not name.startswith("HF_") and "proxy" not in name.lower()}
     environment = {**kept, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-m", "tests.data.prepare.hub_jobs"], env=environment, cwd=ROOT, text=True,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    program = [sys.executable, "-m", "tests.extensions.hub_datasets.hub_jobs"]
+    with subprocess.Popen(program, env=environment, cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as process:
         yield Jobs(process)
         assert process.stdin is not None
         process.stdin.close()
@@ -81,8 +82,8 @@ def _prepare(name: str, out: str, kill_in: int | None, kill_in_parts: bool, env:
     from pretrain.data.prepare.prepare import PrepareSettings, prepare
     from pretrain.data.prepare.shards import Shard
     from pretrain.data.text_inputs.chunk import ReadSettings
-    from pretrain.data.text_inputs.hub_dataset import DatasetName
     from pretrain.errors import ConfigError
+    from pretrain.extensions.hub_datasets.hub_dataset import DatasetName
 
     os.environ.update(env or {})
     partial_output._LARGEST_COST = float("inf")

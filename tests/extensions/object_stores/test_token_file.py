@@ -18,22 +18,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretrain.active_extensions import check_extensions
 from pretrain.cli import new_prefix
 from pretrain.commands.data import main as data_main
+from pretrain.config.flags.parse import parse_arguments
 from pretrain.data.data_spec import absolute_words, parse_data_spec
 from pretrain.data.loader import Loader
 from pretrain.data.open_datasets import open_datasets
 from pretrain.data.samples.dataset import file_record
 from pretrain.data.samples.shuffled import ShuffledWindows
-from pretrain.data.token_files import page_cache
 from pretrain.data.token_files.check_hashes import check_blocks, find_hashes
 from pretrain.data.token_files.hashes import hashes_path
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
-from pretrain.data.token_files.page_cache import PAGE_BYTES, WAYS, CacheSettings, PageCache
-from pretrain.data.token_files.remote_token_file import RemoteTokenFile
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
-from pretrain.remote import RemoteFile, StoreError
+from pretrain.extensions.object_stores import page_cache
+from pretrain.extensions.object_stores.extension import ObjectStores
+from pretrain.extensions.object_stores.page_cache import PAGE_BYTES, WAYS, PageCache, cache_folder
+from pretrain.extensions.object_stores.remote_file import RemoteFile
+from pretrain.extensions.object_stores.token_file import RemoteTokenFile
+from pretrain.remote import StoreError
 from tests.support.launch import ROOT
 from tests.support.range_server import Server, range_server
 
@@ -63,8 +67,8 @@ def served(folder: Path, tmp_path: Path) -> Iterator[tuple[str, Server]]:
         yield f"{server.url}/data", server
 
 
-def settings(tmp_path: Path) -> CacheSettings:
-    return CacheSettings(str(tmp_path / "cache"), 0.1)
+def settings(tmp_path: Path, gigabytes: float = 0.1) -> dict[str, ObjectStores]:
+    return {"object_stores": ObjectStores(str(tmp_path / "cache"), gigabytes)}
 
 
 def read_pieces(file: RemoteTokenFile, pieces: list[tuple[int, int]]) -> bytes:
@@ -199,8 +203,8 @@ def test_pages_of_another_process_are_not_requested_again(served: tuple[str, Ser
     program = f"""
 import sys
 from pathlib import Path
-from pretrain.data.token_files.page_cache import PageCache
-from pretrain.data.token_files.remote_token_file import RemoteTokenFile
+from pretrain.extensions.object_stores.page_cache import PageCache
+from pretrain.extensions.object_stores.token_file import RemoteTokenFile
 file = RemoteTokenFile("{url}.bin", PageCache(Path("{tmp_path}/shared"), {64 * FEW_PAGES}))
 print("open", flush=True)
 sys.stdin.readline()
@@ -251,7 +255,7 @@ def test_a_file_that_changes_in_the_store_ends_the_reading(served: tuple[str, Se
 def test_a_store_that_is_silent_is_named_and_waited_for(served: tuple[str, Server], folder: Path, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pretrain.remote._SILENT_S", 0.2)
-    monkeypatch.setattr("pretrain.remote._LONGEST_WAIT_S", 0.6)
+    monkeypatch.setattr("pretrain.remote.LONGEST_WAIT_S", 0.6)
     url, server = served
     file = RemoteTokenFile(f"{url}.bin", None)
     lines: list[tuple[str, bool]] = []
@@ -280,20 +284,21 @@ def test_wrong_prefixes_and_uploads(served: tuple[str, Server], tmp_path: Path) 
     for word, problem in ((f"{url}?token=secret", "neither"), (f"{url}.bin", r"without \.bin"),
                           ("nosuch://a/b", "protocol nosuch")):
         with pytest.raises(ConfigError, match=problem) as error:
-            parse_data_spec(word)
+            IndexedDataset(parse_data_spec(word).train[0])
         assert "secret" not in str(error.value)
     assert absolute_words(f"valid={url}") == f"valid={url}"
     assert absolute_words("https://me:word@host/a") == "https://host/a"
-    with pytest.raises(ConfigError, match="has no effect"):
-        parse_data_spec("data/corpus", data_cache_gb=1.0)
-    with pytest.raises(ConfigError, match="--data_cache: found s3://bucket/c; expected a folder"):
-        parse_data_spec(url, data_cache="s3://bucket/c")
+    for flags, problem in ((["--train_data=data/corpus", "--data_cache_gb=1"], "--data_cache_gb 1.0: it has no effect"),
+                           ([f"--train_data={url}", "--data_cache=s3://bucket/c"], "--data_cache: found s3://bucket/c;"),
+                           (["--dataset_module=a:b", "--data_cache=c"], "--dataset_module / --data_cache: found both")):
+        with pytest.raises(ConfigError, match=problem):
+            check_extensions(parse_arguments([*flags, "--deepspeed_config=x", "--model=tiny", "--save=y"]))
     blocked = tmp_path / "file"
     blocked.touch()
     with pytest.raises(ConfigError, match="--data_cache"):
-        IndexedDataset(url, CacheSettings(str(blocked)))
+        IndexedDataset(url, settings(blocked))
     with pytest.raises(ConfigError, match="--data_cache_gb"):
-        IndexedDataset(url, CacheSettings(str(tmp_path / "huge"), 1e9))
+        IndexedDataset(url, settings(tmp_path / "huge", 1e9))
     with pytest.raises(ArgumentTypeError, match="s3://bucket/out' is a URL"):
         new_prefix("s3://bucket/out")
     idx = (copy / "data.idx").read_bytes()
@@ -313,7 +318,7 @@ def test_other_orders_of_samples(served: tuple[str, Server], folder: Path, tmp_p
     url, _ = served
     batches = []
     for prefix in (str(folder / "data"), url):
-        spec = parse_data_spec(prefix, data_cache=str(tmp_path / "cache") if prefix == url else None, **words)
+        spec = parse_data_spec(prefix, settings=settings(tmp_path), **words)
         dataset = open_datasets(spec, seq_length=700, seed=1, num_samples={"train": 400})["train"]
         loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=1, eod_token=0)
         batches.append([loader.step(2 * step)[0] for step in range(40)])
@@ -335,7 +340,7 @@ def test_a_blend_of_local_files_and_files_on_a_server(served: tuple[str, Server]
     datasets = []
     for prefix in (str(folder / "data"), url):
         words[1] = prefix
-        spec = parse_data_spec(words, data_cache=str(tmp_path / "cache") if prefix == url else None)
+        spec = parse_data_spec(words, settings=settings(tmp_path))
         datasets.append(open_datasets(spec, seq_length=64, seed=1)["train"])
     assert datasets[0].fingerprint == datasets[1].fingerprint
     assert np.array_equal(datasets[0].samples(range(300)), datasets[1].samples(range(300)))
@@ -362,4 +367,4 @@ def test_commands_read_a_url(served: tuple[str, Server], folder: Path, tmp_path:
 def test_an_empty_home_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "")
-    assert CacheSettings().path == Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache/ds-pretrain/data")
+    assert cache_folder(None) == Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache/ds-pretrain/data")

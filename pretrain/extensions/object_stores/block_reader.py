@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pretrain.errors import ConfigError
-from pretrain.remote import RemoteFile
+from pretrain.extensions.object_stores.remote_file import RemoteFile
 
 BLOCK_BYTES = 2 << 20
 _BLOCKS_AHEAD = 4
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 def in_thread(function: Callable[[], _Result]) -> "Future[_Result]":
     """Call a function in a thread that does not keep this process alive, unlike those of concurrent.futures.
 
-    Not one of a common DaemonThreads: a forked process would wait for threads that it does not have.
+    A common DaemonThreads would not do: a forked process would wait for threads that it does not have.
     """
     future: Future[_Result] = Future()
 
@@ -43,9 +43,8 @@ def in_thread(function: Callable[[], _Result]) -> "Future[_Result]":
 class BlockReader:
     """A file of a store that is open for reading, with the methods that pyarrow needs."""
 
-    def __init__(self, file: RemoteFile, *, block_bytes: int | None = None, blocks_ahead: int = _BLOCKS_AHEAD) -> None:
+    def __init__(self, file: RemoteFile) -> None:
         self._file = file
-        self._block_bytes, self._blocks_ahead = block_bytes or BLOCK_BYTES, blocks_ahead
         self._at = 0
         self._starts: list[int] = []
         self._stops: list[int] = []
@@ -63,11 +62,21 @@ class BlockReader:
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch ahead in these ranges of bytes, in their order in the file. Other bytes are fetched when they are read.
+
+        The first block is requested at once.
         """
-        blocks = sorted((begin, min(begin + self._block_bytes, stop)) for start, stop in ranges
-                        for begin in range(start, stop, self._block_bytes))
-        self._starts, self._stops = [start for start, _ in blocks], [stop for _, stop in blocks]
-        self._blocks.clear()
+        blocks = sorted((begin, min(begin + BLOCK_BYTES, stop)) for start, stop in ranges
+                        for begin in range(start, stop, BLOCK_BYTES))
+        starts, stops = [start for start, _ in blocks], [stop for _, stop in blocks]
+        if (starts, stops) != (self._starts, self._stops):
+            self._starts, self._stops = starts, stops
+            self._blocks.clear()
+        if starts and not self._blocks:
+            self._fetch(0)
+
+    def check_version(self) -> None:
+        """Raise ConfigError if the store has another version now."""
+        self._file.check_version()
 
     def read(self, size: int = -1) -> bytes:
         """Return `size` bytes (-1: all); fewer at the end of the file. Raises ConfigError."""
@@ -92,7 +101,7 @@ class BlockReader:
             self._num_read, self._last = self._num_read + 1, index
         for number in [number for number in self._blocks if number < index]:
             del self._blocks[number]
-        ahead = min(self._num_read, self._blocks_ahead)  # few at first: perhaps only the beginning is read
+        ahead = min(self._num_read, _BLOCKS_AHEAD)  # few at first: perhaps only the beginning is read
         for number in range(index, min(index + 1 + ahead, len(self._starts))):
             if number not in self._blocks:
                 self._fetch(number)
@@ -101,18 +110,6 @@ class BlockReader:
     def _fetch(self, number: int) -> None:
         start, size = self._starts[number], self._stops[number] - self._starts[number]
         self._blocks[number] = in_thread(lambda: self._file.read(start, size))
-
-    def expect_all(self, start: int) -> None:
-        """Read everything from the byte `start` on."""
-        self.seek(start)
-        if self._starts[:1] != [start]:
-            self.expect([(start, self._file.size)])
-
-    def fetch_beginning(self) -> None:
-        """Begin to fetch the first block of a file that will be read later, from its beginning."""
-        self.expect_all(0)
-        if self._starts:
-            self._fetch(0)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
@@ -148,6 +145,11 @@ class CopiedReader:
         self._at = 0  # in the file: end of the current block
         self._block = memoryview(b"")
 
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch the first block now, unless the copy has it."""
+        if not os.fstat(self._descriptor).st_size:
+            self._reader.expect(ranges)
+
     def read(self, size: int = -1) -> bytes:
         """Return `size` bytes (-1: all); fewer at the end of the file. Raises ConfigError."""
         parts, missing = [], self._reader.size if size is None or size < 0 else size
@@ -162,7 +164,8 @@ class CopiedReader:
         data = self._copied_block() if self._reads_copy else b""
         if not data and self._reads_copy:
             self._reads_copy = False
-            self._reader.expect_all(self._at)
+            self._reader.seek(self._at)
+            self._reader.expect([(self._at, self._reader.size)])
         if not data:
             data = self._reader.read(BLOCK_BYTES)
             try:

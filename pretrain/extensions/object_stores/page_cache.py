@@ -22,12 +22,15 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretrain.cli import say
 from pretrain.errors import ConfigError, shorten
 from pretrain.paths import check_folder
+
+if TYPE_CHECKING:
+    from pretrain.extensions.object_stores.extension import ObjectStores
 
 PAGE_BYTES = 2**16
 WAYS = 8  # slots of a set
@@ -44,26 +47,18 @@ _REPEAT_S = 60.0  # between two attempts to write, after one has failed
 _CLAIMS_FROM = 2**61  # claims lock bytes far behind the end of the file
 
 
-@dataclass(frozen=True)
-class CacheSettings:
-    """The flags --data_cache and --data_cache_gb. "": the default folder. None: half of the free space of its disk."""
-
-    folder: str = ""
-    gigabytes: float | None = None
-
-    @property
-    def path(self) -> Path:
-        """The folder of the cache."""
-        if self.folder:
-            return Path(os.path.abspath(self.folder))
-        user = "~" if os.environ.get("HOME") != "" else f"~{getpass.getuser()}"  # expanduser takes "" for the folder /
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(f"{user}/.cache")
-        return Path(home, "ds-pretrain", "data").absolute()
+def cache_folder(given: str | None) -> Path:
+    """Return the folder of the cache. `given`: the value of --data_cache."""
+    if given:
+        return Path(os.path.abspath(given))
+    user = "~" if os.environ.get("HOME") != "" else f"~{getpass.getuser()}"  # expanduser takes "" for the folder /
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(f"{user}/.cache")
+    return Path(home, "ds-pretrain", "data").absolute()
 
 
-def open_cache(settings: CacheSettings) -> "PageCache":
+def open_cache(settings: "ObjectStores") -> "PageCache":
     """Return the cache of these settings, the same one for all token files of this process. Raises ConfigError."""
-    return _opened(settings.path, settings.gigabytes)
+    return _opened(cache_folder(settings.data_cache), settings.data_cache_gb)
 
 
 @functools.cache
@@ -96,16 +91,13 @@ class PageCache:
     def get(self, file_key: bytes, page: int) -> bytes | None:
         """Return a page of a token file; None if it is not here, or damaged. `file_key`: 16 bytes."""
         number = self._set_of(file_key, page)
-        for way, header in enumerate(self._headers(number)):
-            magic, length, key, found, _, checksum = _SLOT.unpack(header)
-            if (magic, key, found) != (_SLOT_MAGIC, file_key, page) or length > PAGE_BYTES:
-                continue
-            try:
-                data = os.pread(self._descriptor, length, self._page_offset(number, way))
-            except OSError:
-                return None
-            if _checksum(header[:_CHECKED], data) == checksum:
-                return data
+        with contextlib.suppress(OSError):
+            for way, header in enumerate(self._headers(number)):
+                magic, length, key, found, _, checksum = _SLOT.unpack(header)
+                if (magic, key, found) == (_SLOT_MAGIC, file_key, page) and length <= PAGE_BYTES:
+                    data = os.pread(self._descriptor, length, self._page_offset(number, way))
+                    if _checksum(header[:_CHECKED], data) == checksum:
+                        return data
         return None
 
     def put(self, file_key: bytes, page: int, data: bytes) -> None:
@@ -113,10 +105,10 @@ class PageCache:
         if self._failed_at is not None and time.monotonic() - self._failed_at < _REPEAT_S:
             return
         number = self._set_of(file_key, page)
-        way = min(enumerate(self._headers(number)), key=lambda item: _age(item[1], file_key, page))[0]
         header = _SLOT.pack(_SLOT_MAGIC, len(data), file_key, page, time.time_ns(), b"")[:_CHECKED]
         header += _checksum(header, data)
         try:
+            way = min(enumerate(self._headers(number)), key=lambda item: _age(item[1], file_key, page))[0]
             _write(self._descriptor, data, self._page_offset(number, way))
             _write(self._descriptor, header.ljust(_SLOT.size, b"\0"), self._header_offset(number) + way * _SLOT.size)
         except OSError as error:
@@ -179,11 +171,8 @@ class PageCache:
         return (mixed ^ mixed >> 32) % self._num_sets
 
     def _headers(self, number: int) -> list[bytes]:
-        """Return the headers of the slots of a set; empty ones if they cannot be read."""
-        try:
-            data = os.pread(self._descriptor, WAYS * _SLOT.size, self._header_offset(number))
-        except OSError:
-            data = b""
+        """Return the headers of the slots of a set; empty ones where the file has become shorter. Raises OSError."""
+        data = os.pread(self._descriptor, WAYS * _SLOT.size, self._header_offset(number))
         data = data.ljust(WAYS * _SLOT.size, b"\0")
         return [data[start:start + _SLOT.size] for start in range(0, len(data), _SLOT.size)]
 

@@ -1,4 +1,4 @@
-"""The small files of a data set in an object store, copied to the local disk once per host: .idx, .meta.json ..."""
+"""The files of a data set in an object store. The small ones are copied to the local disk once per host: .idx ..."""
 
 import contextlib
 import hashlib
@@ -7,14 +7,21 @@ import os
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretrain.daemon_threads import DaemonThreads
-from pretrain.data.token_files.page_cache import turn
+from pretrain.data.token_files.token_file import Url
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.object_stores.page_cache import open_cache, turn
+from pretrain.extensions.object_stores.remote_file import RemoteFile
+from pretrain.extensions.object_stores.token_file import RemoteTokenFile
 from pretrain.paths import replace_file
-from pretrain.remote import RemoteFile, without_credentials
+from pretrain.remote import without_credentials
 from pretrain.stored_json import read_object
+
+if TYPE_CHECKING:
+    from pretrain.extensions.object_stores.extension import ObjectStores
 
 _OPTIONAL = (".meta.json", ".sha256.json", ".summary.json")
 _RECORD = "files.json"
@@ -24,30 +31,27 @@ _AT_ONCE = 8  # requests
 _LARGEST_HASHED = 2**26  # bytes; of a larger copy, size and modification time are compared at each start
 
 
-@dataclass(frozen=True)
-class Url:
-    """A URL in place of a path. As text, it has no user name and no password."""
+class StoredTokens:
+    """The files of a data set, as pretrain/data/token_files/token_file.py describes them."""
 
-    address: str
+    def __init__(self, url: str, settings: "ObjectStores") -> None:
+        self._url, self._settings = url, settings
 
     @property
-    def name(self) -> str:
-        """The last part of the URL."""
-        return PurePosixPath(str(self)).name
+    def note(self) -> str:
+        cache = open_cache(self._settings)
+        return f"data in object stores: pages are kept in {cache.folder}, at most {cache.num_bytes / 1e9:.1f} GB " \
+               "(--data_cache, --data_cache_gb)"
 
-    def __str__(self) -> str:
-        return without_credentials(self.address)
+    def read_small_file(self, suffix: str) -> bytes | None:
+        file = _open(f"{self._url}{suffix}")
+        return None if file is None else file.read(0, file.size)
 
+    def copy_small_files(self) -> tuple[Path, str]:
+        return fetch_small_files(self._url, open_cache(self._settings).folder)
 
-@dataclass(frozen=True)
-class FetchedFiles:
-    """Copies of the small files of a data set.
-
-    Attributes: prefix, of the copies; idx_sha256, hash of the .idx, which was computed while it was copied.
-    """
-
-    prefix: Path
-    idx_sha256: str
+    def open_tokens(self) -> RemoteTokenFile:
+        return RemoteTokenFile(f"{self._url}.bin", open_cache(self._settings))
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,11 @@ class _Copy:
     sha256: str
 
 
-def fetch_small_files(url: str, cache: Path) -> FetchedFiles:
+def fetch_small_files(url: str, cache: Path) -> tuple[Path, str]:
     """Copy the small files of the data set `url` into a folder of `cache`, those that are not there as they are now.
 
-    One process of a host copies, and the others wait for it. Raises ConfigError.
+    Return the prefix of the copies, and the SHA-256 of the .idx, which was computed while it was copied. One process of
+    a host copies, and the others wait for it. Raises ConfigError.
     """
     shown = without_credentials(url)
     folder = cache / f"{Url(url).name[:100]}-{hashlib.sha256(shown.encode()).hexdigest()[:16]}"
@@ -74,13 +79,7 @@ def fetch_small_files(url: str, cache: Path) -> FetchedFiles:
     except OSError as error:
         raise ConfigError("--data_cache", problem=f"{shorten(str(folder))} cannot be written to "
                           f"({error.strerror or error})", remedy="name a folder on a local disk") from None
-    return FetchedFiles(folder / Url(url).name, copies[".idx"].sha256)
-
-
-def read_small_file(url: str) -> bytes | None:
-    """Return the content of a file in a store; None if there is none. Raises ConfigError."""
-    file = _open(url)
-    return None if file is None else file.read(0, file.size)
+    return folder / Url(url).name, copies[".idx"].sha256
 
 
 def _fetch(url: str, folder: Path) -> dict[str, _Copy]:

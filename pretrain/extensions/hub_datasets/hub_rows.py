@@ -1,7 +1,8 @@
 """Read the rows of the data files of datasets (see hub_dataset.py).
 
-Each data file is read on its own: a chunk depends on the file and the row at which it begins, and on nothing else. A
-resume opens the file of its position, and none before it. The library streams the rows of all formats but Parquet.
+Each data file is read independently: a chunk depends on the file and the row at which it begins, and on nothing else. A
+resume opens the file of its position, and none before it. Parquet is read as other inputs are: the library would read
+a file from its beginning, a complete row group at a time.
 """
 
 import copy
@@ -9,31 +10,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pretrain.data.text_inputs.block_reader import BlockReader
 from pretrain.data.text_inputs.chunk import Chunk, Position
+from pretrain.data.text_inputs.dataset import DataFile
 from pretrain.data.text_inputs.formats import input_name
-from pretrain.data.text_inputs.hub_dataset import DataFile, HubDataset, library
-from pretrain.data.text_inputs.hub_requests import ask_hub
-from pretrain.data.text_inputs.parquet import ValueChunks, column_path, read_parquet, text_values
-from pretrain.remote import RemoteFile, is_url
+from pretrain.data.text_inputs.parquet import ValueChunks, column_path, text_values
+from pretrain.extensions.hub_datasets.hub_dataset import HubDataset, library
+from pretrain.extensions.hub_datasets.hub_requests import ask_hub
 
 _BATCH_ROWS = 32  # rows held in memory at once: 0.4 M rows/s, which is 70% of the speed of 1,000
 _COMPRESSION_RATIO = 4  # assumed, for the progress bar
 _Values = list[bytes | memoryview | None]
 
 
-def read_data_file(dataset: HubDataset, path: str, column: str, start: Position, stop: int | None = None, *,
-                   chunk_bytes: int, long_bytes: int) -> Iterator[Chunk]:
-    """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError.
-
-    stop: of Parquet, the row before which reading ends; None: it ends with the file.
-    """
+def read_data_file(dataset: HubDataset, path: str, column: str, start: Position, *, chunk_bytes: int,
+                   long_bytes: int) -> Iterator[Chunk]:
+    """Yield the values of a column from the row `start.offset` on in chunks. Raises ConfigError."""
     file = next(file for file in dataset.files if file.path == path)
-    if file.kind == "parquet":  # the library would read the file from its beginning, a whole row group at a time
-        reader = BlockReader(RemoteFile(path)) if is_url(path) else None
-        yield from read_parquet(path, column, start, stop, chunk_bytes=chunk_bytes, long_bytes=long_bytes,
-                                reader=reader)
-        return
     rows = _Rows(dataset, file, column, start.offset)
     chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
     before: Chunk | None = None

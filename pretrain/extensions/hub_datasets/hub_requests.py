@@ -18,7 +18,7 @@ def ask_hub(request: Callable[[], _T], where: str) -> _T:
             return request()
         except ConfigError:
             raise
-        except Exception as error:  # of the library, Arrow, the HTTP client, the file system
+        except Exception as error:  # the library, Arrow, the HTTP client and the file system raise others
             if _may_pass(error):
                 raise ConnectionError(f"{type(error).__name__}: {error}") from error
             raise hub_error(where, error) from None
