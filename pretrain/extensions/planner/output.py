@@ -32,7 +32,7 @@ from pretrain.memory.compare.compare_zero import (
 )
 from pretrain.memory.footprint import in_unit
 
-_CSV_FIELDS = (  # of Layout
+_CSV_FIELDS = (  # fields of Layout
     "zero_stage", "offload_optimizer", "offload_param", "pipeline_stages", "tensor_parallel_size",
     "sequence_parallel_size", "expert_parallel_size", "data_parallel_size", "precision", "grad_accum_dtype",
     "activation_checkpoint_interval", "recompute", "offload_activations", "micro_batch_size",

@@ -1,4 +1,4 @@
-"""The planner and train.py's rules agree: what is proposed is accepted, and what is rejected is not proposed."""
+"""The search over layouts and train.py's rules agree: what is proposed is accepted, and what is rejected is not."""
 
 from collections import Counter
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_the_constraints_are_the_rules(name: str) -> None:
         reason, rejection = impossible_reason(layout, CLUSTER, model), _rejection(layout, model)
         if reason == IGNORED:
             continue
-        assert bool(reason) == bool(rejection), f"{layout}: planner: {reason or 'possible'}; rules: {rejection or 'ok'}"
+        assert bool(reason) == bool(rejection), f"{layout}: search: {reason or 'possible'}; rules: {rejection or 'ok'}"
         seen[reason] += 1
     assert seen[""] >= 20
     assert len(seen) >= 10
