@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,6 +187,16 @@ def extend_parser(command: str, parser: Any) -> None:
     for each in extensions():
         if add := each.extends.get(command):
             each.load(add)(parser)
+
+
+def document_steps(flags: Mapping[str, Any]) -> list[Any]:
+    """Return the DocumentSteps that all extensions add to a preparation, in their order. Raises ConfigError.
+
+    Args:
+        flags: of `prepare`, or settings with which shards were made.
+    """
+    return sorted((step for _, steps in functions("documents") for step in steps(flags)),
+                  key=lambda step: (step.order, step.name))
 
 
 def patch_engine(engine: "DeepSpeedEngine", args: "RunArguments") -> None:

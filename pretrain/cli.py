@@ -241,8 +241,8 @@ def note_old_name(name: str, where: str) -> None:
 
 
 def next_line(command: str) -> list[str]:
-    """Return the line that names the next command; none if a script runs the commands: DS_PRETRAIN_NEXT=0."""
-    return [] if os.environ.get("DS_PRETRAIN_NEXT") == "0" else [one_line(f"next: {command}")]
+    """Return the line that names the next command, if there is one; none if a script runs them: DS_PRETRAIN_NEXT=0."""
+    return [] if not command or os.environ.get("DS_PRETRAIN_NEXT") == "0" else [one_line(f"next: {command}")]
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 API = 1  # version of this interface and of `callback.py`
 BUILT_IN = "built in"  # see Extension.origin
-SUPERVISOR, LAUNCHER, RANK_0 = "the supervisor", "ds-pretrain", "rank 0"  # owners of a start: see Extension.around
+LAUNCHER, RANK_0 = "ds-pretrain", "rank 0"  # owners of a start: see Extension.around
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,9 @@ class Extension:
     callbacks: "str | Callable[[Plan], Iterable[Callback]]" = ""
     notes: "str | Callable[[Plan], Iterable[str]]" = ""  # about a plan, for `check` and the start of the run
     record: "str | Callable[[Plan], Mapping[str, Any]]" = ""  # (plan) -> keys for the record of the start in run.json
-    # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: the supervisor,
-    # otherwise ds-pretrain, otherwise rank 0; its value is called with the exit code
+    # (args, owner, active=) -> context manager around a start of the run, in the process that owns it: a subcommand
+    # of an extension that starts the run again (`owner` is its name in words), otherwise LAUNCHER, otherwise RANK_0;
+    # its value is called with the exit code
     around: "str | Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]" = ""
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
@@ -165,6 +166,9 @@ class Extension:
     advice: Mapping[str, str] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # (flags of `prepare` by name) -> DocumentSteps of a preparation: see data/prepare/document_step.py. When shards are
+    # merged, the flags are the settings of the shards, and those that were not given are missing. Raises ConfigError
+    documents: "str | Callable[[Mapping[str, Any]], Iterable[Any]]" = ""
     # () -> a Kernels (model/operators.py): implementations of the operators of a model; in each process that computes
     operators: "str | Callable[[], Kernels]" = ""
     # (engine) -> None: replaces functions of an engine of DeepSpeed that was just built, such as passes over gradients;

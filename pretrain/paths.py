@@ -9,7 +9,7 @@ import fcntl
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -151,6 +151,16 @@ def write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def writing(where: str, remedy: str = "") -> Iterator[None]:
+    """Raise ConfigError for an OSError of a block that writes files, for example if the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(where, problem=f"the files cannot be written: {error.strerror or error}",
+                          remedy=remedy) from None
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

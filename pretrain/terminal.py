@@ -164,7 +164,7 @@ def _is_foreground(descriptor: int) -> bool:
     """Return whether this process is in the foreground of the terminal `descriptor`.
 
     If `descriptor` is not this process's controlling terminal, the nearest ancestor with this controlling terminal
-    decides. The reason: `ds-pretrain train` and `supervise` start their launcher in a new session, without a terminal.
+    decides. The reason: `ds-pretrain train` starts its launcher in a new session, without a terminal.
     """
     terminal, pid = os.fstat(descriptor).st_rdev, os.getpid()
     while pid > 0:

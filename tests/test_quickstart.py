@@ -8,7 +8,6 @@ the quickstart has fewer layers here, and trains for fewer steps on a smaller co
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -16,19 +15,20 @@ import sys
 import time
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
 from urllib.request import urlopen
 
 import pytest
 
-from pretrain.monitor.read_run_folder import newest_path, read_metrics
-from tests.support.browser import Browser
+from tests.support.extensions import entries_of_extensions, modules_of_extensions
 from tests.support.installed import build_wheel, install
 from tests.support.launch import ROOT
 from tests.support.pages import PAGES, QUICKSTART, README, block_commands, blocks, runnable, smaller
 
 SCRIPTS = Path(sys.executable).parent
 PRINTED: set[str] = set()  # lines that the commands printed, normalized
-NOT_PRINTED = ("ds-pretrain: error: zero2.json", "ds-pretrain [train]", "ds-pretrain sanity [")
+NOT_PRINTED = ("ds-pretrain: error: zero2.json", "ds-pretrain [train]",
+               *entries_of_extensions("page_commands", "NOT_PRINTED"))
 FRESH = bool(os.environ.get("DS_PRETRAIN_FRESH"))  # make a new environment, in an empty home directory
 
 
@@ -86,7 +86,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     if not FRESH:
         for file, full, short in (("launch/quickstart.yaml", "train_steps: 120", "train_steps: 60"),
                                   ("launch/quickstart.yaml", "n_layer=6", "n_layer=2"),
-                                  ("pretrain/commands/prepare.py", "default=30", "default=8")):
+                                  ("pretrain/commands/corpus.py", "default=30", "default=8")):
             text = (clone / file).read_text()
             assert text.count(full) == 1
             (clone / file).write_text(text.replace(full, short))
@@ -129,15 +129,11 @@ def test_quickstart_trains_below_the_unigram_entropy(quickstart: tuple[Path, Pat
 
 
 def test_the_quickstart_yaml_configures_the_run(quickstart: tuple[Path, Path, str]) -> None:
-    """The comments of the YAML name a command, which launch/README.md gives to the supervisor.
-
-    launch/quickstart.sh resumes the run.
-    """
+    """The comments of the YAML name a command. launch/quickstart.sh resumes the run."""
     clone, home, _ = quickstart
     text = (clone / "runs/quickstart/quickstart.yaml").read_text()
     command, = (line[4:].removesuffix(" --train_steps 500") for line in text.splitlines() if line[:4] == "#   ")
     assert command.startswith("ds-pretrain ")
-    assert f"ds-pretrain supervise -- {command}" in runnable(ROOT / "pretrain/extensions/supervise/README.md")
     done = _run(QUICKSTART, clone, home)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "is complete" in done.stdout
@@ -187,25 +183,10 @@ def test_the_guides_run_has_resumed_and_used_the_mirror(guide: tuple[Path, Path]
     assert {"resume", "snapshot", "save", "mirror"} <= {row["event"] for row in rows}
 
 
-def test_the_report_on_the_guides_runs_has_their_losses(guide: tuple[Path, Path], tmp_path: Path) -> None:
-    """The page of two real runs, opened in a browser: one with pipeline stages, one resumed in another layout."""
-    browser = Browser(tmp_path / "profile")
-    try:
-        runs = [guide[0] / "runs" / name for name in ("quickstart", "first")]
-        done = _run(shlex.join(["ds-pretrain", "report", *map(str, runs), "--output", str(tmp_path / "report.html")]),
-                    *guide)
-        assert done.returncode == 0, done.stderr
-        page = browser.page((tmp_path / "report.html").as_uri())
-        page.wait_for("window.report && report.charts.every((chart) => chart.series)")
-        for index, run in enumerate(runs):
-            rows = newest_path([row for row in read_metrics(run) if "loss" in row])
-            for key in ("step", "loss", "grad_norm", "forward_time_ms", "goodput"):
-                assert page.run(f"report.data.runs[{index}].training.values.{key}") == [row[key] for row in rows]
-        shown = page.run("document.getElementById('events').textContent")
-        assert "global_step" in shown
-        assert page.errors() == []
-    finally:
-        browser.close()
+@pytest.mark.parametrize("module", [module for module in modules_of_extensions("page_commands")
+                                    if hasattr(module, "check_guide")], ids=lambda module: module.__name__)
+def test_extensions_on_the_guides_runs(module: ModuleType, guide: tuple[Path, Path], tmp_path: Path) -> None:
+    module.check_guide(guide[0], lambda command: _run(command, *guide), tmp_path)
 
 
 def _run_page(page: Path, clone: Path, home: Path) -> None:

@@ -14,6 +14,19 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("", ".github", "ds_configs", "launch/**", "pretrain/**", "tests", "tools/**")
 _LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")
 _COMMAND = re.compile(r"(?<!\[)`ds-pretrain reference ([\w-]+)`")
+_TO_PAGE = re.compile(r"\[([^\]]*)\]\(([^)#:]+\.md)[^)]*\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the pages of extensions and of the reference to the navigation: a folder can be deleted without an edit."""
+    sections = {title: pages for each in config.nav or [] for title, pages in each.items()}
+    sections["Reference"] += [f"reference/{topic}.md" for topic in TOPICS]
+    for readme in sorted(ROOT.glob("pretrain/extensions/*/README.md")):
+        title = readme.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        others = sorted(page for page in readme.parent.rglob("*.md") if page != readme)
+        pages = [str(page.relative_to(ROOT)) for page in (readme, *others)]
+        sections["Extensions"].append({title: pages} if others else pages[0])
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -29,6 +42,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Link the commands that print a part of the reference to its page."""
+    """Link commands that print a part of the reference to its page, and no page of an extension that was deleted."""
+    def linked(link: re.Match[str]) -> str:
+        target = (ROOT / page.file.src_uri).parent.joinpath(link[2]).resolve()
+        return link[1] if target.is_relative_to(ROOT / "pretrain/extensions") and not target.exists() else link[0]
+
+    markdown = _TO_PAGE.sub(linked, markdown)
     folder = os.path.relpath("reference", os.path.dirname(page.file.src_uri))
-    return _COMMAND.sub(lambda command: f"[{command[0]}]({folder}/{command[1]}.md)", markdown)
+    return _COMMAND.sub(lambda command: f"[{command[0]}]({folder}/{command[1]}.md)" if command[1] in TOPICS
+                        else command[0], markdown)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import extensions
 from pretrain.cluster.outcome import read_patiently
 from pretrain.data.token_schedules import recorded_batch_sizes
 from pretrain.errors import ConfigError, counted, printable, shorten
@@ -23,28 +24,28 @@ from pretrain.stored_json import build, read_json
 HOST_FILTERS = ("include", "exclude", "num_nodes", "num_gpus", "exclude_stragglers")
 STARTS = 3  # number of starts of which a slow host is left out; then it is tried again
 SLOW_HOSTS = "slow_hosts.json"
-_OVER = "slow_rank_over"
 
 
-def batch_flags(ranks: int, previous: Mapping[str, Any]) -> list[str]:
+def batch_flags(ranks: int, previous: Mapping[str, Any], flag: str = "--exclude_stragglers") -> list[str]:
     """Return the flags of train.py with which `ranks` ranks keep the global batch size of `previous`.
 
-    `previous`: record of run.json. Raises ConfigError if the global batch cannot be divided.
+    Raises ConfigError if the global batch cannot be divided.
+
+    Args:
+        ranks: of the next start.
+        previous: record of run.json.
+        flag: the one that lets a run continue on fewer hosts.
     """
-    return [f"--gradient_accumulation_steps={accumulation_steps(ranks, previous)}",
+    return [f"--gradient_accumulation_steps={_accumulation_steps(ranks, previous, flag)}",
             f"--global_batch_size={previous['batch']['global_batch_size']}"]
 
 
 def check_batch(hosts: Mapping[str, int], previous: Mapping[str, Any]) -> None:
     """Raise ConfigError if the global batch of `previous` cannot be divided among the ranks of these hosts."""
-    accumulation_steps(sum(hosts.values()), previous)
+    batch_flags(sum(hosts.values()), previous)
 
 
-def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
-    """Return the gradient accumulation steps with which `ranks` ranks keep the global batch size of `previous`.
-
-    `previous`: record of run.json. Raises ConfigError if there is no such number.
-    """
+def _accumulation_steps(ranks: int, previous: Mapping[str, Any], flag: str) -> int:
     layout, batch = previous["layout"], previous["batch"]
     micro_batch, global_batch = batch["micro_batch_size"], batch["global_batch_size"]
     ranks_per_model = layout["world_size"] // layout["data_parallel_size"]
@@ -53,9 +54,9 @@ def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
                  if ranks < ranks_per_model or ranks % ranks_per_model or size % samples_per_accumulation_step]
     if undivided:
         raise ConfigError(
-            "--min_hosts", problem=f"the {ranks} remaining ranks cannot divide the global batch of {undivided[0]}, "
+            flag, problem=f"the {ranks} remaining ranks cannot divide the global batch of {undivided[0]}, "
             f"with {ranks_per_model} ranks per model and a micro batch of {micro_batch}",
-            remedy="choose slots and a global batch that also work with fewer hosts, or leave --min_hosts out")
+            remedy=f"choose slots and a global batch that also work with fewer hosts, or leave {flag} out")
     return int(global_batch // samples_per_accumulation_step)
 
 
@@ -130,15 +131,19 @@ def slow_hosts_of(events: Sequence[Mapping[str, Any]], ranks_on: Mapping[str, in
         ranks_on: hosts of the newest start in the order of the ranks -> number of ranks.
     """
     slow: list[Mapping[str, Any]] = []
+    # event of an extension that says which ranks are slow -> events that say that they are no longer
+    ends = {event: problem.over or () for each in extensions() for event, problem in each.problems.items()
+            if problem.is_phase}
     for event in events:
         if event["event"] == "start":
             slow = []
             # otherwise these are the hosts of another start
             ranks_on = ranks_on if event.get("world_size") in (None, sum(ranks_on.values())) else {}
-        elif event["event"] == "slow_rank":
+        elif event["event"] in ends:
             slow.append(event)
-        elif event["event"] == _OVER:
-            slow = [each for each in slow if not set(_list(each, "ranks")) & set(_list(event, "ranks"))]
+        else:
+            slow = [each for each in slow if event["event"] not in ends[each["event"]]
+                    or not set(_list(each, "ranks")) & set(_list(event, "ranks"))]
     slow.sort(key=lambda event: -float(event["ratio"]) if is_number(event.get("ratio")) else 0.0)
     found: dict[str, str] = {}
     for event in slow:

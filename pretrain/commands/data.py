@@ -1,4 +1,4 @@
-"""Token files: describe, hash, verify, merge and split them. Extensions add subcommands."""
+"""Token files: describe, hash and verify them. Extensions add subcommands."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,21 +6,11 @@ from pathlib import Path
 
 from pretrain.active_extensions import extend_parser
 from pretrain.cli import (
-    LARGEST_INT,
     Parser,
     StopRequest,
-    new_prefix,
-    next_line,
     prefix,
     say,
-    stop_on_signals,
-    text,
-    whole_number,
 )
-from pretrain.commands.next_command import after_prepare
-from pretrain.data.merge_split import merge, split
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
-from pretrain.data.prepare.summary import summary_text
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.inspect_files import describe, store_hashes, verify_data
 from pretrain.data.token_files.writer import IndexedWriter
@@ -58,34 +48,6 @@ def _verify(flags: argparse.Namespace) -> int:
     return code
 
 
-def _merge(flags: argparse.Namespace) -> int:
-    if (shards := named_shards(flags.output, flags.prefixes)) is not None:
-        return _merge_shards(flags, shards)
-    with stop_on_signals(), ProgressBar(f"merging into {flags.output}", bin_bytes(flags.prefixes)) as progress:
-        writer, notes = merge(flags.output, flags.prefixes, overwrite=flags.overwrite, advance=progress.advance)
-    for note in notes:
-        print(f"note: {note}")
-    print_written([writer])
-    return 0
-
-
-def _merge_shards(flags: argparse.Namespace, prefixes: list[str]) -> int:
-    with stop_on_signals():
-        shards = open_shards(prefixes)
-        with ProgressBar(f"merging into {flags.output}", bin_bytes(prefixes)) as progress:
-            merge_shards(flags.output, shards, overwrite=flags.overwrite, advance=progress.advance)
-    print("\n".join([summary_text(flags.output), *next_line(after_prepare(flags.output))]))
-    return 0
-
-
-def _split(flags: argparse.Namespace) -> int:
-    with stop_on_signals(), ProgressBar(f"splitting {flags.prefix}", bin_bytes([flags.prefix])) as progress:
-        writers = split(flags.prefix, flags.out, proportions=flags.proportions, documents=flags.documents,
-                        seed=flags.seed, overwrite=flags.overwrite, advance=progress.advance)
-    print_written(writers)
-    return 0
-
-
 def print_written(writers: Sequence[IndexedWriter]) -> None:
     """Print the counts of data sets that were written."""
     for writer in writers:
@@ -99,7 +61,7 @@ def bin_bytes(names: Sequence[str]) -> int:
 
 
 def _data_parser() -> Parser:
-    parser = Parser(description="Describe, hash, verify, merge and split data sets.",
+    parser = Parser(description="Describe, hash and verify data sets; extensions add more.",
                     epilog="Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input, also a damaged "
                            ".bin or .idx; 75 stopped by a signal.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -111,30 +73,6 @@ def _data_parser() -> Parser:
         command = commands.add_parser(name, help=description, description=description)
         command.set_defaults(function=function)
         command.add_argument("prefixes", metavar="PREFIX", nargs="+", type=prefix, help=help_of_prefix)
-    command = commands.add_parser("merge", help="write the documents of several data sets into one",
-                                  description="Write the documents of several data sets into one, in this order. "
-                                              "The tokens get the widest of their types. Without PREFIX, or with the "
-                                              "shards of `prepare --shard`, write the files that a preparation on one "
-                                              "machine would have written.")
-    command.set_defaults(function=_merge)
-    command.add_argument("output", metavar="OUT", type=new_prefix, help="path of the new data set, without .bin")
-    command.add_argument("prefixes", metavar="PREFIX", nargs="*", type=prefix,
-                         help=f"{help_of_prefix} (default: the shards of OUT)")
-    add_overwrite(command)
-    command = commands.add_parser("split", help="divide the documents of a data set among several",
-                                  description="Divide the documents of a data set among several.")
-    command.set_defaults(function=_split)
-    command.add_argument("prefix", metavar="PREFIX", type=prefix, help=help_of_prefix)
-    command.add_argument("--out", required=True, metavar="OUT", nargs="+", type=new_prefix,
-                         help="paths of the new data sets, without .bin")
-    sizes = command.add_mutually_exclusive_group(required=True)
-    sizes.add_argument("--proportions", type=text, metavar="P,P...", help="proportions of the documents: 969,30,1")
-    sizes.add_argument("--documents", type=text, metavar="N,N...",
-                       help="numbers of documents. One of them may be the word rest: rest,1000")
-    command.add_argument("--seed", type=whole_number(0, LARGEST_INT),
-                         help="choose the documents at random, with this seed; they keep their order. Without it, the "
-                              "parts are consecutive documents, those of the flag --split of a run")
-    add_overwrite(command)
     extend_parser("data", commands)
     return parser
 

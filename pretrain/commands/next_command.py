@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from pretrain.active_extensions import advice_on
 from pretrain.config.flags.parse import read_yaml
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import MAX_GPUS_PER_NODE
@@ -35,8 +36,8 @@ def after_prepare(prefix: str) -> str:
 
 
 def after_shard(prefix: str) -> str:
-    """Return the command that follows when all shards are prepared."""
-    return _command("data", "merge", prefix)
+    """Return the command that follows when all shards are prepared; "" if no extension has one."""
+    return next((command.replace("{out}", shlex.quote(prefix)) for command in advice_on("shards")), "")
 
 
 def before_check(words: Sequence[str], prefix: str) -> str:

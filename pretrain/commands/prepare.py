@@ -1,4 +1,4 @@
-"""Prepare the data of a run: a small corpus, a tokenizer, token files."""
+"""Prepare the data of a run: a tokenizer, token files."""
 
 import argparse
 import os
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import document_steps, extend_parser
 from pretrain.cli import (
-    LARGEST_INT,
     Parser,
     StopRequest,
     new_prefix,
@@ -22,13 +22,9 @@ from pretrain.cli import (
     text,
     whole_number,
 )
-from pretrain.commands.dataset_flags import add_input_flags, named_inputs, words_of
 from pretrain.commands.next_command import after_prepare, after_shard, after_tokenizer
-from pretrain.data.prepare.duplicates.near_duplicates import LOWEST_THRESHOLD
-from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
 from pretrain.data.prepare.input_record import pin_dataset
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
-from pretrain.data.prepare.python_corpus import python_corpus
 from pretrain.data.prepare.shards import parse_shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import FORMATS, ReadSettings, parse_separator
@@ -37,22 +33,29 @@ from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.tokenizer import BYTES, find_tokenizer_file, format_of, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import LEAST_PIECES, train_sentencepiece
 from pretrain.errors import STOPPED, ConfigError
-from pretrain.remote import without_credentials
+from pretrain.remote import path_or_url, without_credentials
+
+_INPUT_HELP = ("text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in quotes, or - for "
+               "standard input. A URL such as s3://bucket/folder, gs://bucket/*.jsonl, https://host/file or "
+               "hf://datasets/org/name/*.parquet is one of these in a store; its credentials come from the "
+               "environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ~/.netrc, HF_TOKEN)")
+_OPTIONS = ("dataset_config", "dataset_split", "dataset_revision")
+_ONLY_OF_FILES = ("format", "document_separator")
 
 
 def prepare_main() -> int:
     args = _prepare_parser().parse_args()
-    inputs = named_inputs(args)
+    inputs = _named_inputs(args)
     separator = parse_separator(args.document_separator) if args.document_separator else ""
     read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip", can_skip=True)
-    middle = _fill_in_middle(args)
-    settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, *_near_settings(args), middle)
+    steps = document_steps(vars(args))
+    settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate, steps)
     shard = parse_shard(args.shard, os.environ) if args.shard else None
     if args.vocab_size is not None:
         if isinstance(inputs, DatasetName):
             # the tokenizer's commit is the one of the tokens
             inputs = pin_dataset(inputs, args.out, shard, overwrite=args.overwrite)
-        special = () if middle is None else middle.names or KNOWN_NAMES[0]
+        special = [name for step in steps for name in step.special_tokens]
         _train_missing_tokenizer(inputs, args.tokenizer, read, args.vocab_size, is_shard=shard is not None,
                                  special_tokens=special)
     try:
@@ -64,16 +67,8 @@ def prepare_main() -> int:
         return STOPPED
     written = shard.prefix(args.out) if shard is not None else args.out
     following = after_shard(args.out) if shard is not None else after_prepare(args.out)
-    print("\n".join([summary_text(written), *next_line(following)]))
+    print("\n".join([summary_text(written, steps), *next_line(following)]))
     return 0
-
-
-def _near_settings(args: argparse.Namespace) -> tuple[str | None, float]:
-    """Return the value and the threshold of --near_duplicates."""
-    if args.near_threshold is not None and args.near_duplicates is None:
-        raise ConfigError("--near_threshold", problem="it has no effect without --near_duplicates",
-                          remedy="give --near_duplicates remove, or count")
-    return args.near_duplicates, PrepareSettings.near_threshold if args.near_threshold is None else args.near_threshold
 
 
 def _words_of_all_shards(words: Sequence[str]) -> list[str]:
@@ -87,26 +82,11 @@ def _words_of_all_shards(words: Sequence[str]) -> list[str]:
     return kept
 
 
-def _fill_in_middle(args: argparse.Namespace) -> FillInMiddle | None:
-    """Return the settings of --fim_rate; None without it, or if it is 0. Raises ConfigError."""
-    names = args.fim_tokens.split(",") if args.fim_tokens else None
-    if names is not None and (len(names) != 3 or not all(names)):
-        raise ConfigError("--fim_tokens", found=repr(args.fim_tokens),
-                          expected="the names of three tokens: PREFIX,MIDDLE,SUFFIX")
-    if not args.fim_rate:
-        given = [f"--{flag}" for flag in ("fim_tokens", "fim_spm_rate", "fim_seed") if getattr(args, flag) is not None]
-        if given and args.fim_rate is None:
-            raise ConfigError(given[0], problem="it has no effect without --fim_rate")
-        return None
-    return FillInMiddle(args.fim_rate, 0.5 if args.fim_spm_rate is None else args.fim_spm_rate, args.fim_seed or 0,
-                        (names[0], names[1], names[2]) if names else None)
-
-
 def _prepare_parser() -> Parser:
     parser = Parser(description="Tokenize text, and write OUT.bin and OUT.idx (Megatron's format), OUT.meta.json and "
                                 "OUT.summary.json.",
                     epilog="A preparation that was stopped or killed continues if the same command is given again.")
-    add_input_flags(parser)
+    _add_input_flags(parser)
     parser.add_argument("--tokenizer", type=path_text, required=True,
                         help="SentencePiece .model, tokenizer.json, a folder with one of them, the word bytes, "
                         "or what an extension reads")
@@ -117,82 +97,97 @@ def _prepare_parser() -> Parser:
                         help="path of the files to write, without the extension")
     parser.add_argument("--overwrite", action="store_true",
                         help="replace existing output, and drop an earlier preparation of other inputs or settings")
-    parser.add_argument("--format", choices=FORMATS, default="auto",
-                        help="format of the inputs (default: %(default)s, by their content)")
-    parser.add_argument("--jsonl_key", type=text, default="text",
-                        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
     parser.add_argument("--document_separator", type=text,
                         help=r"text between two documents of a text file, such as '\n\n' (default: a file is one "
                         "document)")
-    _add_on_error(parser)
     parser.add_argument("--append_eod", action=argparse.BooleanOptionalAction, default=True,
                         help="end each document with the end-of-document token (default: yes)")
     parser.add_argument("--prepend_bos", action="store_true",
                         help="begin each document with the tokenizer's token for the beginning of a text, such as <s>")
     parser.add_argument("--deduplicate", action="store_true",
                         help="leave out documents whose tokens are exactly those of an earlier document")
-    parser.add_argument("--near_duplicates", choices=("count", "remove"),
-                        help="find documents that are similar to an earlier one (MinHash), and count them, or leave "
-                        "them out, as well as exact duplicates")
-    parser.add_argument("--near_threshold", type=number(LOWEST_THRESHOLD, 1),
-                        help="estimated Jaccard similarity of the sets of 5 consecutive words from which on a document "
-                        f"is a near-duplicate (default: {PrepareSettings.near_threshold})")
-    parser.add_argument("--fim_rate", type=number(0, 1), metavar="P",
-                        help="fill-in-the-middle: move the middle of each document to its end with this probability, "
-                        "behind special tokens, so that a model of code learns to fill a gap (default: never)")
-    parser.add_argument("--fim_spm_rate", type=number(0, 1), metavar="P",
-                        help="fraction of these documents in the order suffix, prefix, middle; the others are in the "
-                        "order prefix, suffix, middle (default: 0.5)")
-    parser.add_argument("--fim_seed", type=whole_number(0, LARGEST_INT), metavar="N",
-                        help="seed of --fim_rate (default: 0)")
-    parser.add_argument("--fim_tokens", type=text, metavar="PREFIX,MIDDLE,SUFFIX",
-                        help="names of the tokens in front of the prefix, the middle and the suffix (default: those "
-                        "that the tokenizer has of StarCoder's, Qwen2.5-Coder's, Code Llama's, SantaCoder's or "
-                        "DeepSeek-Coder's)")
     parser.add_argument("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
     parser.add_argument("--shard", type=text, metavar="I/N",
-                        help="on one of several machines: prepare only part I of N parts, from 0 to N-1, for "
-                        "`ds-pretrain data merge OUT`. slurm, or slurm/N: the task of an array job of SLURM")
+                        help="on one of several machines: prepare only part I of N parts, from 0 to N-1, which can be "
+                        "merged afterwards. slurm, or slurm/N: the task of an array job of SLURM")
+    extend_parser("prepare", parser)
     return parser
 
 
-def _add_on_error(parser: Parser) -> None:
+def _add_input_flags(parser: Parser) -> None:
+    """Add INPUT, and the flags of a dataset and of how inputs are read."""
+    parser.add_argument("inputs", metavar="INPUT", nargs="*", type=path_or_url, help=_INPUT_HELP)
+    parser.add_argument("--dataset", type=path_text,
+                        help="instead of INPUT, read a dataset of the Hugging Face Hub (ORG/NAME), or a folder with "
+                        "the files of one; its rows are streamed, and --jsonl_key names the column")
+    parser.add_argument("--dataset_config", type=text, help="config of the dataset (default: its default one)")
+    parser.add_argument("--dataset_split", type=text, help="split of the dataset (default: train)")
+    parser.add_argument("--dataset_revision", type=text,
+                        help="branch, tag or commit of the dataset (default: main); the commit is recorded")
+    parser.add_argument("--format", choices=FORMATS, default="auto",
+                        help="format of the inputs (default: %(default)s, by their content)")
+    parser.add_argument("--jsonl_key", type=text, default="text",
+                        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
     parser.add_argument("--on_error", choices=("stop", "skip"), default="stop",
                         help="what to do with a document that cannot be read (default: %(default)s)")
+
+
+def _named_inputs(args: argparse.Namespace) -> list[str] | DatasetName:
+    """Return the inputs, or the dataset. Raises ConfigError if there are both or none, and for flags without effect."""
+    inputs: list[str] = args.inputs
+    if args.dataset is None:
+        given = next((name for name in _OPTIONS if getattr(args, name) is not None), None)
+        if given is not None:
+            raise ConfigError(f"--{given}", problem="it has no effect without --dataset", remedy="leave it out")
+        if not inputs:
+            raise ConfigError("INPUT", problem="neither an input nor --dataset is given", remedy="name files, or a "
+                              "dataset")
+        return inputs
+    if inputs:
+        given = without_credentials(" ".join(inputs))
+        raise ConfigError("--dataset", problem=f"inputs are given too: {given}", remedy="leave out one of both")
+    for name in _ONLY_OF_FILES:
+        if getattr(args, name, None) not in (None, "auto"):
+            raise ConfigError(f"--{name}", problem="it has no effect with --dataset", remedy="leave it out")
+    return DatasetName(args.dataset, args.dataset_config or "", args.dataset_split or "train",
+                       args.dataset_revision or "")
+
+
+def _words_of(args: argparse.Namespace) -> list[str]:
+    """Return the words of the command line that name the inputs."""
+    words = [*map(without_credentials, args.inputs)]
+    for name in ("dataset", *_OPTIONS):
+        if getattr(args, name) is not None:
+            words += [f"--{name}", getattr(args, name)]
+    return words
 
 
 def tokenizer_main() -> None:
     parser = Parser(description="Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model and "
                                 "OUT/tokenizer.json.")
-    add_input_flags(parser)
+    _add_input_flags(parser)
     parser.add_argument("--out", type=path, required=True,
                         help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
     parser.add_argument("--vocab_size", type=whole_number(LEAST_PIECES, 2**24), default=8192,
                         help="number of pieces, including 256 for single bytes (default: %(default)s)")
-    parser.add_argument("--jsonl_key", type=text, default="text",
-                        help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
-    parser.add_argument("--format", choices=FORMATS, default="auto",
-                        help="format of the inputs (default: %(default)s, by their content)")
-    _add_on_error(parser)
     parser.add_argument("--max_megabytes", type=number(above=True), default=100,
                         help="train on a random sample of this size if the inputs are larger (default: %(default)s)")
     parser.add_argument("--character_coverage", type=number(0, 1, above=True), default=0.9995,
                         help="fraction of the text's characters that get pieces; the others become bytes "
                              "(default: %(default)s)")
     parser.add_argument("--special_tokens", type=text, metavar="NAME,NAME...",
-                        help="names of special tokens that no text is encoded as, such as "
-                        f"'{','.join(KNOWN_NAMES[0])}' for fill-in-the-middle")
+                        help="names of special tokens that no text is encoded as, such as '<|user|>,<|assistant|>'")
     parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()
     reading = ReadSettings(args.format, args.jsonl_key, skip_errors=args.on_error == "skip", can_skip=True)
-    _train_tokenizer(named_inputs(args), args.out, reading, args.vocab_size,
+    _train_tokenizer(_named_inputs(args), args.out, reading, args.vocab_size,
                      max_megabytes=args.max_megabytes, threads=args.threads, verbose=args.verbose,
                      character_coverage=args.character_coverage,
                      special_tokens=args.special_tokens.split(",") if args.special_tokens else ())
     options = [word for flag in ("format", "jsonl_key", "on_error") if getattr(args, flag) != parser.get_default(flag)
                for word in (f"--{flag}", getattr(args, flag))]
-    for line in next_line(after_tokenizer(words_of(args), args.out, options)):
+    for line in next_line(after_tokenizer(_words_of(args), args.out, options)):
         print(line)
 
 
@@ -225,13 +220,3 @@ def _train_tokenizer(inputs: list[str] | DatasetName, out: Path, reading: ReadSe
     started = time.monotonic()
     tokenizer = train_sentencepiece(inputs, out, vocab_size=vocab_size, reading=reading, **options)
     print(f"{tokenizer.path}: {tokenizer.vocab_size} pieces, trained in {time.monotonic() - started:.1f} s", flush=True)
-
-
-def corpus_main() -> None:
-    parser = Parser(description="Write train.jsonl and valid.jsonl from the source files of Python's standard library.")
-    parser.add_argument("out", metavar="OUT", type=path, help="folder for train.jsonl and valid.jsonl")
-    parser.add_argument("--megabytes", type=number(above=True), default=30,
-                        help="largest size of the text in MB (default: %(default)s)")
-    args = parser.parse_args()
-    corpus = python_corpus(args.out, megabytes=args.megabytes)
-    print(f"{corpus.train} and {corpus.valid}: {corpus.num_documents} files, {corpus.num_bytes / 1e6:.1f} MB of text")

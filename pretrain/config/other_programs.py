@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from pretrain.active_extensions import extensions
 from pretrain.config.ds_json.schema import TREE, Key
 from pretrain.model.families import FAMILIES
 
@@ -23,10 +24,17 @@ def tables() -> dict[str, Any]:
     return dict(yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")))
 
 
+def names_elsewhere() -> dict[str, str]:
+    """Return --FLAG -> its names in other programs, separated by spaces: of flags of the core and of extensions."""
+    of_extensions = {f"--{name}": flag.metadata["flag"].elsewhere
+                     for each in extensions() for name, flag in each.flags.items()}
+    return {**tables()["flags"], **{name: names for name, names in of_extensions.items() if names}}
+
+
 @cache
 def hints() -> dict[str, str]:
     """Return name of a setting -> hint."""
-    by_hint = {**{f"here it is {ours}": names for ours, names in tables()["flags"].items()},
+    by_hint = {**{f"here it is {ours}": names for ours, names in names_elsewhere().items()},
                **{f"write {ours} into the DeepSpeed JSON": names for table in ("degrees", "json")
                   for ours, names in tables()[table].items()},
                **tables()["others"]}

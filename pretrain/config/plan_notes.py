@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from pretrain.active_extensions import notes_of_extensions
+from pretrain.active_extensions import advice_on, notes_of_extensions
 from pretrain.config.plan import Plan
 from pretrain.config.rate_notes import rate_notes
 from pretrain.config.schedule import rate_factor
@@ -101,8 +101,8 @@ def _split_notes(plan: Plan, data: RunData) -> list[str]:
         return []
     others = " and ".join(f"{name} {count:,}" for name, count in tokens.items() if name != "train")
     return [f"--split {plan.data.split} divides documents by their number: the training part has {found:.0%} of the "
-            f"tokens ({others}). `ds-pretrain data split --seed 1` chooses documents at random; "
-            "--document_separator of `ds-pretrain prepare` divides long ones"]
+            f"tokens ({others}). " + "; ".join([
+                *advice_on("small_training_part"), "--document_separator of `ds-pretrain prepare` divides long ones"])]
 
 
 def _epoch_notes(plan: Plan, data: RunData) -> list[str]:

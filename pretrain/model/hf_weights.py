@@ -113,12 +113,3 @@ def module_tensors(rules: Sequence[TensorRule], ours: Sequence[torch.Tensor], co
         return {stacked_in_module(rules[0].theirs[0])[0]: tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)}
     names = [name_in_module(name, config) for name in rules[0].theirs]
     return dict(zip(names, to_theirs(rules[0], ours[0], config), strict=True))
-
-
-def module_shapes(rules: Sequence[TensorRule], config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that `module_tensors` returns for the same rules."""
-    if rules[0].is_stacked:
-        experts, _, columns = rules[0].shape
-        return {stacked_in_module(rules[0].theirs[0])[0]: (experts, sum(rule.shape[1] for rule in rules), columns)}
-    names = [name_in_module(name, config) for name in rules[0].theirs]
-    return dict(zip(names, rules[0].their_shapes(), strict=True))

@@ -1,4 +1,4 @@
-"""Real starts on one run folder: by ds-pretrain, by train.py alone, and by the supervisor."""
+"""Real starts on one run folder: by ds-pretrain, and by train.py alone."""
 
 import json
 import os
@@ -72,16 +72,18 @@ def _commands(flags: list[str], folder: Path) -> dict[str, list[str]]:
             "cluster.sh": ["-m", "pretrain.cluster.multihost_launch", "--hostfile", str(hostfile), "--no_ssh",
                            "--node_rank", "0", "--master_addr", "127.0.0.1", "--", *flags],
             "SLURM": ["-m", "pretrain.cluster.slurm_job", "before", "--world_size", "1", *flags],
-            "train.py": train, "--resume never": [*train, "--resume", "never"],
-            "supervise.py": [str(ROOT / "launch" / "supervise.py"), "--", sys.executable, *train]}
+            "train.py": train, "--resume never": [*train, "--resume", "never"]}
 
 
-@pytest.mark.parametrize("how", ["ds-pretrain", "cluster.sh", "SLURM", "train.py", "--resume never", "supervise.py"])
+@pytest.mark.parametrize("how", ["ds-pretrain", "cluster.sh", "SLURM", "train.py", "--resume never"])
 def test_a_later_start_is_rejected(how: str, live: tuple[Path, list[str], str], tmp_path: Path) -> None:
-    """In one line, before torch is imported; the live run is left alone."""
     run, flags, _ = live
-    words = _commands(flags, tmp_path)[how]
-    files = {path.name for path in run.iterdir()} | {".supervisor.lock"}
+    check_rejection(how, _commands(flags, tmp_path)[how], run)
+
+
+def check_rejection(how: str, words: list[str], run: Path, *new_files: str) -> None:
+    """Check that a start is rejected in one line, before torch is imported; the live run is left alone."""
+    files = {path.name for path in run.iterdir()} | {*new_files}
     began = time.monotonic()
     done = _start(words)
     stdout, stderr = done.communicate()

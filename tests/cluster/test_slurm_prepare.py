@@ -10,7 +10,7 @@ from pretrain.data.prepare.prepare import prepare
 from pretrain.data.prepare.shards import Shard
 from pretrain.shipped import find_template
 from tests.cluster.workers.slurm_cluster import SlurmCluster, slurm
-from tests.data.prepare.test_shards import content
+from tests.data.prepare.helpers import content
 from tests.support.supervised import wait_until
 
 __all__ = ["slurm"]  # the fixture

@@ -14,6 +14,7 @@ import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from pretrain.active_extensions import advice_on
 from pretrain.commands import check, next_command
 from pretrain.commands.new.layout import best_layout
 from pretrain.commands.new.main import main
@@ -30,6 +31,7 @@ from tests.support.launch import ROOT
 from tests.support.rejection import rejection
 from tests.terminal.test_screen import environment, in_terminal
 
+AT_THE_END = [command.split()[1] for command in advice_on("finished")]  # of a run: what extensions advise
 MODELS = {"preset": "pythia-410m", "size": "1.3B", "config.json": "shape.json"}
 MACHINES = {"1 a100": "--world_size 1 --gpu a100", "8 a100-40": "--nodes 1 --gpus_per_node 8 --gpu a100-40",
             "2 x 8 h100": "--world_size 16 --gpu h100", "8 v100": "--world_size 8 --gpu v100",
@@ -78,7 +80,7 @@ def test_every_pair_passes_check_and_fits(model: str, machine: str, texts: Path,
     lines = printed(capsys, "run.yaml", *data, "--model", word, *shlex.split(MACHINES[machine]))
     commands = [line.split(": ", 1)[1] for line in lines if line.startswith(("next: ", "then: "))]
     launcher = "--hostfile" if "2 x" in machine else "--num_accelerators" if machine == "cpu" else "--num_gpus"
-    assert [command.split()[1] for command in commands] == ["prepare", "check", launcher, "report"][int(known):]
+    assert [command.split()[1] for command in commands] == ["prepare", "check", launcher, *AT_THE_END][int(known):]
     if not known:  # what `ds-pretrain prepare` would write
         with pytest.raises(ConfigError, match=re.escape(f"does not exist yet. First: {commands[0]}")):
             check.main(shlex.split(commands[-3])[2:])
@@ -231,10 +233,9 @@ def test_five_commands_from_own_text_to_a_finished_run(texts: Path, empty_folder
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         command = next((line.removeprefix("next: ") for line in done.stdout.splitlines()
                         if line.startswith("next: ")), "")
-    assert [line.split()[1] for line in used] == ["new", "prepare", "check", "--num_accelerators", "report"]
+    assert [line.split()[1] for line in used] == ["new", "prepare", "check", "--num_accelerators", *AT_THE_END]
     rows = [json.loads(line) for line in (empty_folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert max(row["step"] for row in rows) == 4
-    assert (empty_folder / "runs/run/report.html").is_file()
     listed = [line.removeprefix(next_command.LISTED) for line in (empty_folder / "run.yaml").read_text().splitlines()
               if line.startswith(next_command.LISTED)]
     assert listed == used[1:]
@@ -270,7 +271,7 @@ def test_the_next_command_without_a_list(texts: Path) -> None:
 def test_text_with_line_breaks_begins_no_key(texts: Path, empty_folder: Path,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the tokenizer that a .meta.json names nor the names of files begin a key or a command in run.yaml."""
-    injected = "".join(f"{line_break}notify_command: x" for line_break in ("\n", "\r", "\x85", "\u2028"))
+    injected = "".join(f"{line_break}model_code: x" for line_break in ("\n", "\r", "\x85", "\u2028"))
     folder = empty_folder / f"data{injected}"
     folder.mkdir()
     for path in texts.glob("tokens*"):
@@ -287,5 +288,5 @@ def test_text_with_line_breaks_begins_no_key(texts: Path, empty_folder: Path,
     values = yaml.safe_load(run.read_text(encoding="utf-8"))
     assert values["tokenizer"] == str(tokenizer)
     assert values["train_data"] == str(folder / "tokens")
-    assert "notify_command" not in values
+    assert "model_code" not in values
     read_ds_config(str(run.with_suffix(".json")))

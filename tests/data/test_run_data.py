@@ -14,8 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 
 from pretrain.data.data_spec import parse_data_spec
-from pretrain.data.merge_split import merged_meta
 from pretrain.data.run_data import RunData, open_run_data
+from pretrain.data.source_facts import sampled_tokens, tokenizer_notes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
@@ -179,7 +179,9 @@ def test_a_blend_of_unknown_tokenizers(tmp_path: Path) -> None:
                                    f"{tmp_path / 'pages'} is unknown, ")
             assert re.search(rf": --train_data {tmp_path / name} \(\d\d?%; largest token \d+\)\. It may be another "
                              "tokenizer, ", note), note
-    assert merged_meta([IndexedDataset(prefixes[name]) for name in ("pages", "unigram")])[1][0].startswith("whether ")
+    sources = [(name, IndexedDataset(prefixes[name])) for name in ("pages", "unigram")]
+    notes = tokenizer_notes([(name, data, sampled_tokens(data)) for name, data in sources])
+    assert notes[0].startswith("whether ")
     same = [write(tmp_path / f"known{i}", data[name], tokenizer_sha256="a" * 64, eod_token=EOD)
             for i, name in enumerate(("pages", "code"))]
     assert not [note for note in opened(*same).notes if "tokenizer" in note], "both .meta.json name the same one"

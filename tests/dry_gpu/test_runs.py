@@ -6,18 +6,17 @@ that the other ranks do not join.
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from pretrain.monitor.read_run_folder import read_rows
 from tests.distributed.test_ds_configs import EXPERTS, FILES, ranks_of
 from tests.dry_gpu.conftest import DryGpu
-from tests.extensions.tasks.test_run_evaluations import NAMES, write_data
+from tests.dry_gpu.kinds import FLAGS, NEW, NOTHING, RUN, STEPS, Kind, bf16, text_flags
 from tests.support.cases import config, flags
+from tests.support.extensions import entries_of_extensions
 from tests.support.launch import ROOT
-
-STEPS = 4
 
 
 def train(dry_gpu: DryGpu, folder: Path, json_file: Path | str, own: dict[str, Any], *, devices: int,
@@ -48,10 +47,6 @@ def test_every_layout_trains_evaluates_and_saves(path: Path, dry_gpu: DryGpu, co
     assert (tmp_path / "run/checkpoints/latest").read_text() == "global_step4"
 
 
-def bf16(stage: int, **others: Any) -> dict[str, Any]:
-    return config(stage, precision="bf16", micro=2, **others)
-
-
 def optimizer(kind: str, **others: Any) -> dict[str, Any]:
     return {"optimizer": {"type": kind, "params": {"lr": 1e-3, **others}}}
 
@@ -61,16 +56,6 @@ def llama(model: str, **others: Any) -> dict[str, str]:
     sizes = {"vocab_size": 256, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **others}
     return {"model": model, "model_overrides": ",".join(f"{key}={value}" for key, value in sizes.items())}
-
-
-class Kind(NamedTuple):
-    """A run: its DeepSpeed JSON and flags, the devices, and a part of its output."""
-
-    json: dict[str, Any]
-    flags: dict[str, Any] = {}  # noqa: RUF012 (never changed)
-    devices: int = 1
-    part: str = ""
-    capability: int = 80
 
 
 MEASURED = {"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True,
@@ -94,17 +79,13 @@ KINDS: dict[str, Kind] = {
     "recomputed MLP": Kind(bf16(1), {"recompute": "mlp"}),
     "recomputed attention, MLP in tiles": Kind(bf16(2), {"recompute": "attention", "recompute_every": 2,
                                                          "mlp_tiles": 2}, 2),
-    "FP8 by tensor": Kind(bf16(1), {"fp8": "tensorwise"}, capability=89),
-    "FP8 by row, compiled, ZeRO-3": Kind(bf16(3), {"fp8": "rowwise", "compile_blocks": "true"}, 2, capability=89),
     "TF32": Kind(config(1, micro=2), {"tf32": "true"}, 2),
     "asynchronous saves": Kind(bf16(2), {"async_save": "true", "save_interval": 2}, 2, "saved"),
     "asynchronous saves of offloaded states": Kind(
         bf16(3, offload_optimizer={"device": "cpu", "pin_memory": True}, offload_param={
             "device": "cpu", "pin_memory": True}), {"async_save": "true", "save_interval": 2}, 2, "saved"),
-    "deterministic": Kind(bf16(1), {"deterministic": "true", "recompute_interval": 2}, 2),
+    "deterministic": Kind(bf16(1), {"deterministic": "true"}, 2),
     "replicas": Kind(bf16(1), {"replica_check_interval": 2}, 2),
-    "flight record": Kind(bf16(1), {"flight_interval": 2}, 2),
-    "flight record at ZeRO-3": Kind(bf16(3), {"flight_interval": 1}, 2),
     "spikes are skipped": Kind(bf16(1), {"spike_policy": "skip"}, 2),
     "experts with a capacity": Kind(bf16(1), {**EXPERTS, "expert_capacity_factor": 1.2}, 2),
     "experts and tensor": Kind(bf16(1) | TENSOR2 | EXPERT2, EXPERTS, 2),
@@ -118,8 +99,6 @@ KINDS: dict[str, Kind] = {
     "DeepSpeed's measurements": Kind(bf16(1) | MEASURED, {}, 2),
     "DeepSpeed's measurements of a pipeline": Kind(
         bf16(1, stages=2) | {**MEASURED, "wall_clock_breakdown": False, "flops_profiler": {"enabled": False}}, {}, 2),
-    "profiles": Kind(bf16(2), {"profile_steps": "2:3", "memory_snapshot": "true"}, 2),
-    "timeline": Kind(bf16(1, stages=2), {"pipeline_timeline": "2:3", "profile_steps": "2:3"}, 2),
     "Muon": Kind(bf16(1) | optimizer("Muon"), {}, 2, "MuonWithAuxAdam"),
     **{kind: Kind(bf16(1) | optimizer(kind), {}, 2)
        for kind in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")},
@@ -134,6 +113,7 @@ KINDS: dict[str, Kind] = {
     "dropout": Kind(bf16(3), {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}, 2),
     "muP": Kind(bf16(1), {"mup_base_width": 32, "model_overrides": "vocab_size=256,tie_word_embeddings=false"}),
     "noise scale": Kind(bf16(1), {"noise_scale_interval": 2}, 2),
+    **entries_of_extensions("gpu_runs", "KINDS"),
 }
 
 
@@ -163,59 +143,30 @@ def test_a_run_resumes_in_each_layout(dry_gpu: DryGpu, corpus: str, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the flags of a run whose tokens have a tokenizer, and which answers tasks while it trains."""
-    base = tmp_path_factory.mktemp("texts")
-    write_data(base)
-    return {**flags(str(base / "corpus"), steps=STEPS), "model_overrides": "vocab_size=260,n_layer=2,n_embd=64",
-            "split": "70,20,10", "tokenizer": base / "tokenizer", "show_predictions": 2, "eval_interval": 2,
-            "eval_tasks": NAMES, "eval_tasks_folder": base / "tasks", "eval_tasks_limit": 3, "save_interval": 2,
-            "flight_interval": 1}
-
-
-@pytest.fixture(scope="module")
-def trained(dry_gpu: DryGpu, texts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the flags of a trained run, without those of tasks."""
+def trained(dry_gpu: DryGpu, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the flags of a trained run whose tokens have a tokenizer."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "ds.json").write_text(json.dumps(bf16(1)))
-    train(dry_gpu, folder / "run", folder / "ds.json", texts, devices=1)
-    own = {name: value for name, value in texts.items() if "eval_tasks" not in name}
+    own = text_flags(folder)
+    train(dry_gpu, folder / "run", folder / "ds.json", own, devices=1)
     return {**own, "save": folder / "run", "deepspeed_config": folder / "ds.json"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("values", [bf16(3), bf16(1, stages=2)], ids=["ZeRO-3", "pipeline"])
-def test_a_run_answers_tasks_and_continues_texts(values: dict[str, Any], texts: dict[str, Any], dry_gpu: DryGpu,
-                                                 tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(values))
-    train(dry_gpu, tmp_path / "run", tmp_path / "ds.json", texts, devices=2)
-    splits = {row.get("split") for row in read_rows(tmp_path / "run" / "metrics.jsonl")}
-    assert {f"tasks/{name}" for name in NAMES.split(",")} <= splits
-    assert read_rows(tmp_path / "run" / "predictions.jsonl")
-
-
-NOTHING = "the device computes nothing"
-FLAGS, RUN, NEW = ["FLAGS"], "RUN", "NEW"  # stand for the flags and the folder of the run, and for a new folder
 # words -> exit code and a part of the output, here and on a GPU that computes nothing
 COMMANDS: dict[str, tuple[list[str], tuple[int, str], tuple[int, str]]] = {
     "evaluate": (["evaluate", RUN], (0, "perplexity"), (1, NOTHING)),
     "generate": (["generate", RUN, "--prompt", "4 of", "--max_new_tokens", "5"], (0, "4 of"), (1, NOTHING)),
     "train": (["--num_accelerators=1", *FLAGS, "--resume=required"], (0, "complete"), (1, NOTHING)),
-    "sanity": (["sanity", *FLAGS], (1, NOTHING), (1, NOTHING)),
-    "find-lr": (["find-lr", *FLAGS, "--steps=3"], (1, "the loss did not fall"), (1, NOTHING)),
-    "replay": (["replay", f"{RUN}@3", "--output", NEW], (0, ""), (2, NOTHING)),
     "bench": (["tools/bench.py", "--device=cuda", "--preset=cpu-small", "--rounds=1"], (0, "plain PyTorch"),
               (1, NOTHING)),
     "compare": (["compare", "measure", "--model=tiny", "--world_size=1", "--configs=zero2_bf16", "--seq_length=64"],
                 (0, ""), (2, NOTHING)),
     "check": (["check", "--world_size=2", *FLAGS], (0, "model"), (0, "model")),
-    "check-cluster": (["check-cluster", "--product_size=512", "--memory_mib=64"], (1, "6 of 6 matrix products"),
-                      (1, "6 of 6 matrix products")),
     "export": (["export", RUN, "--output", NEW], (0, ""), (0, "")),
-    "average": (["average", RUN, "--last=2", "--output", NEW], (0, ""), (0, "")),
     "verify": (["checkpoint", "verify", RUN], (0, ""), (0, "")),
     "summary": (["summary", RUN], (0, "4 of 4"), (0, "4 of 4")),
     "quickstart": (["quickstart", NEW], (0, "a sample"), (1, NOTHING)),
+    **entries_of_extensions("gpu_runs", "COMMANDS"),
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST
-from tests.support.extensions import modules_of_extensions
+from tests.support.extensions import entries_of_extensions, modules_of_extensions
 
 _OF_EXTENSIONS = list(modules_of_extensions("foreign_files"))
 STEP = 4  # of the newest checkpoint
@@ -24,10 +24,17 @@ class World:
     def base(self, name: str) -> Path:
         """Return the folder of the files that FILES has under a name.
 
-        It is the data, for those of an extension that does not write its own ones.
+        It is the data, for those that an extension adds and does not write.
         """
-        is_in_data = any(name in module.FILES and not hasattr(module, "write_files") for module in _OF_EXTENSIONS)
+        is_in_data = name not in _FILES and any(
+            name in getattr(module, "FILES", ()) and not hasattr(module, "write_files") for module in _OF_EXTENSIONS)
         return self.data if is_in_data else self.folder / name
+
+    def write_in_run(self) -> None:
+        """Write files of extensions into the run, which has been trained with RUN_FLAGS."""
+        for module in _OF_EXTENSIONS:
+            if hasattr(module, "write_in_run"):
+                module.write_in_run(self.run)
 
     def write_files_of_extensions(self) -> None:
         """Make what takes long, once."""
@@ -50,19 +57,17 @@ def commands(world: World) -> dict[str, dict[str, Words]]:
     """Return, for each foreign folder or file, name -> words of the commands that read it."""
     run, out, hf = map(str, (world.run, world.out, world.hf))
     branch = {"model": "", "model_overrides": ""}
-    return {
+    found = {
         "run": {
-            "summary": ["summary", run], "report": ["report", run, "--output", f"{out}/page.html"],
-            "compare": ["report", run, str(world.own), "--compare"], "command": ["report", run, "--command"],
+            "summary": ["summary", run],
             "list": ["checkpoint", "list", run], "verify": ["checkpoint", "verify", run],
-            "diff": ["checkpoint", "diff", run, str(world.own)], "step": ["inspect", "step", run, "2"],
+            "diff": ["checkpoint", "diff", run, str(world.own)],
             "calibrate": ["compare", "--calibrate", run, "--model", "tiny", "--world_size", "2"],
             "resume_from": ["check", *world.flags(resume_from=run)],
             "init_from": ["check", *world.flags(init_from=run, **branch)],
             "generate": ["generate", run, "--prompt", "w1 w2", "--max_new_tokens", "2"],
             "evaluate": ["evaluate", run, "--json", f"{out}/scores.json", "--max_samples", "2"],
             "export": ["export", run, "--output", f"{out}/exported"],
-            "average": ["average", run, "--last", "2", "--output", f"{out}/averaged"],
             "consolidate": ["checkpoint", "consolidate", run, f"{out}/consolidated"],
             "convert": ["checkpoint", "convert", run, f"{out}/converted"]},
         "hf": {
@@ -73,26 +78,24 @@ def commands(world: World) -> dict[str, dict[str, Words]]:
             "compare": ["compare", "--model", hf, "--world_size", "2"],
             "prepare": ["prepare", f"{world.data}/text.txt", "--tokenizer", hf, "--out", f"{out}/tokens"]},
         "data": {"info": ["data", "info", f"{world.data}/corpus"], "verify": ["data", "verify", f"{world.data}/corpus"],
-                 "check": ["check", *world.flags(train_data=f"{world.data}/corpus", model_overrides="")],
-                 "documents": ["inspect", "documents", f"{world.data}/corpus"]},
-        **{name: words for module in _OF_EXTENSIONS for name, words in module.commands(world).items()}}
+                 "check": ["check", *world.flags(train_data=f"{world.data}/corpus", model_overrides="")]}}
+    for module in _OF_EXTENSIONS:
+        for name, words in module.commands(world).items() if hasattr(module, "commands") else ():
+            found.setdefault(name, {}).update(words)
+    return found
 
 
 # files of each folder, and the commands that read them; () are all
-FILES: dict[str, dict[str, tuple[str, ...]]] = {
+_FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "run": {
         "run.json": (),
-        "metrics.jsonl": ("summary", "report", "compare", "step", "calibrate"),
-        "events.jsonl": ("summary", "report", "compare", "step"),
-        "predictions.jsonl": ("report",),
-        "rank_times.jsonl": ("report",),
-        "rollbacks.jsonl": ("list", "report", "resume_from"),
-        "restarts.jsonl": ("report", "summary"),
-        "replays/step_2/verdict.json": ("report",),
-        "flight/start_0/rank_0.jsonl": ("report", "summary"),
+        "metrics.jsonl": ("summary", "calibrate"),
+        "events.jsonl": ("summary",),
+        "rollbacks.jsonl": ("list", "resume_from"),
+        "restarts.jsonl": ("summary",),
         f"{_CHECKPOINT}/{MANIFEST}": (
-            "list", "verify", "diff", "resume_from", "init_from", "generate", "evaluate", "export", "average",
-            "consolidate", "convert"),
+            "list", "verify", "diff", "resume_from", "init_from", "generate", "evaluate", "export", "consolidate",
+            "convert"),
         f"{_CHECKPOINT}/shard_index_rank_00000.json": ("verify", "export", "generate", "convert"),
         "checkpoints/latest": ("list", "resume_from", "init_from", "export")},
     "hf": {"config.json": (), "tokenizer.json": ("generate", "import", "prepare"),
@@ -103,18 +106,34 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
            "added_tokens.json": ("import",),
            "adapter_config.json": ("generate", "import"),
            "chat_template.jinja": ("import", "generate")},
-    "data": {"corpus.meta.json": (), "corpus.sha256.json": ("verify", "info", "check")},
-    **{name: files for module in _OF_EXTENSIONS for name, files in module.FILES.items()}}
+    "data": {"corpus.meta.json": (), "corpus.sha256.json": ("verify", "info", "check")}}
+
+
+def _all_files() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return the files with those of extensions, and the commands of extensions that read files of others."""
+    found = {name: dict(files) for name, files in _FILES.items()}
+    for module in _OF_EXTENSIONS:
+        for name, files in getattr(module, "FILES", {}).items():
+            found.setdefault(name, {}).update(files)
+    for module in _OF_EXTENSIONS:
+        for name, readers in getattr(module, "READERS", {}).items():
+            for file, names in readers.items():
+                if file in found[name]:
+                    found[name][file] = (*found[name][file], *names)
+    return found
+
+
+FILES = _all_files()
+RUN_FLAGS = entries_of_extensions("foreign_files", "RUN_FLAGS")  # flags of the run
 # values of run.json that name files, hosts, repositories, modules or commands
 PLACES = (*(f"0.flags.{name}" for name in (
     "tokenizer", "train_data", "valid_data", "test_data", "init_from", "model", "model_code", "dataset_module",
-    "dataset_args", "data_cache", "nvme_path", "checkpoint_mirror", "eval_tasks", "eval_tasks_folder", "expected_curve",
-    "save", "resume_from", "notify_command", "trackio", "deepspeed_config", "replay", "metrics_address", "note")),
+    "dataset_args", "data_cache", "nvme_path", "checkpoint_mirror", "save", "resume_from", "trackio",
+    "deepspeed_config", "note", *(name for module in _OF_EXTENSIONS for name in getattr(module, "PLACES", ())))),
     "0.resumed_from", "0.command.directory", "0.hardware.0.host", "0.code.diff", "0.environment.LD_PRELOAD",
     "0.environment.TORCH_EXTENSIONS_DIR", "0.model_config.auto_map", "0.model_config._attn_implementation",
     "0.model_config._name_or_path", "0.model_config.model_type", "0.tokenizer", "0.given_deepspeed_config.wandb",
     "0.data.train", "0.git_commit")
 NUM_NAMES = 34  # the last payloads name places
 # .pt files whose values are made hostile, too
-PICKLES: dict[str, tuple[str, ...]] = {
-    name: files for module in _OF_EXTENSIONS for name, files in getattr(module, "PICKLES", {}).items()}
+PICKLES: dict[str, tuple[str, ...]] = entries_of_extensions("foreign_files", "PICKLES")

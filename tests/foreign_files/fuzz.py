@@ -121,7 +121,7 @@ class Fuzzer:
                 yield from _of_config(path, json.loads(text))
 
     def _of_script(self, script: str) -> list[str]:
-        """Run a script of `report --command` as its user might, with a ds-pretrain that does nothing."""
+        """Run a script that a command prints as its user might, with a ds-pretrain that does nothing."""
         environ = {"PATH": f"{self.world.data}/bin:/usr/bin:/bin", "HOME": str(self.world.home), "HOSTFILE": "hosts"}
         with open(os.devnull, "w") as nowhere:
             subprocess.run(["sh", "-s", f"{self.world.out}/repeated"], input=script, text=True, cwd=self.world.here,

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.save.retention import Rollback
-from pretrain.distributed.process import PROGRAM
-from tests.foreign_files.commands import World
+from tests.foreign_files.commands import RUN_FLAGS, World
 from tests.foreign_files.fuzz import SECRET
 from tests.foreign_files.payloads import MODULE, dumped
-from tests.foreign_files.sandbox import VARIABLE, Tree
+from tests.foreign_files.sandbox import VARIABLE
 from tests.support.launch import ROOT, train_ranks
-from tests.support.run_folders import rank_rows
 from tests.wrong_inputs.world import make_world
 
 Result = tuple[str, str, str, int, list[str]]
@@ -62,23 +60,18 @@ def write_hf(folder: Path) -> None:
 
 
 def train(folder: Path, name: str) -> None:
-    """Train a run of one rank, with checkpoints, predictions and a flight record."""
+    """Train a run of one rank, with checkpoints and the files of extensions."""
     (folder / "data/own.json").write_text(json.dumps({
         "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
     flags = {"deepspeed_config": folder / "data/own.json", "model": "tiny",
              "model_overrides": "vocab_size=320,n_layer=1,n_embd=32", "train_data": folder / "data/few",
              "tokenizer": folder / "data/tokenizer.json", "seq_length": 32, "train_steps": 4, "save_interval": 2,
-             "log_interval": 1, "eval_interval": 2, "eval_steps": 1, "show_predictions": 2, "note": "a note",
-             "flight_interval": 1, "save": folder / name}
+             "log_interval": 1, "eval_interval": 2, "eval_steps": 1, "note": "a note", **RUN_FLAGS,
+             "save": folder / name}
     done = train_ranks(1, [f"--{name}={value}" for name, value in flags.items()], folder)
     assert done[0].returncode == 0, done[0].stdout
     run = folder / name
-    verdict = {"run": str(run), "step": 2, "time": 1.0, "notes": ["a note"], "checkpoint": None, "replays": [],
-               "verdict": {"kind": "reproducible", "certainty": "sure", "reasons": ["x"], "remedy": "x", "also": []},
-               "samples": {"command": "ds-pretrain", "lines": ["samples:  x"]}}
-    (run / "replays/step_2").mkdir(parents=True)
-    (run / "replays/step_2/verdict.json").write_text(json.dumps(verdict))
-    (run / "rank_times.jsonl").write_text(dumped("x.jsonl", rank_rows(["a", "b"], range(1, 5), {1: 3.0})))
+    World(folder).write_in_run()
     rollback = Rollback(time=1.0, reason="spike", bad_step=3, last_step=3, to_step=2, save_id="a", first_sample=1,
                         consumed_samples=2, abandoned={"global_step9": "b"})
     (run / "rollbacks.jsonl").write_text(dumped("x.jsonl", [asdict(rollback)]))
@@ -90,7 +83,7 @@ def fuzz(world: Path, seed: int, count: int) -> list[Result]:
     """Run the fuzzer in a process of its own."""
     out = world.parent / "results"
     subprocess.run([sys.executable, "-m", "tests.foreign_files.fuzz", str(world), str(out), str(seed), str(count)],
-                   cwd=ROOT, env=_environ(world, _settings(world)), check=True)
+                   cwd=ROOT, env=environ_of(world, settings_of(world)), check=True)
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
@@ -98,7 +91,7 @@ def _cache() -> str:
     return os.environ.get("XDG_CACHE_HOME", f"{os.environ['HOME']}/.cache")
 
 
-def _settings(world: Path) -> dict[str, Any]:
+def settings_of(world: Path) -> dict[str, Any]:
     """Return what the sandbox allows: writing to some folders, compilers, and questions about the machine."""
     return {"log": str(world / "log"), "world": str(world),
             "writable": [*(str(world / name) for name in ("out", "tmp", "cache")), _cache(), "/dev/null", "/dev/shm/",
@@ -107,7 +100,7 @@ def _settings(world: Path) -> dict[str, Any]:
                          "git ", "/sbin/ldconfig", "ldconfig", "uname", "lscpu", "file -b ", "ninja "]}
 
 
-def _environ(world: Path, settings: dict[str, Any]) -> dict[str, str]:
+def environ_of(world: Path, settings: dict[str, Any]) -> dict[str, str]:
     return {**os.environ, VARIABLE: json.dumps(settings), "HOME": str(world / "home"), "XDG_CACHE_HOME": _cache(),
             "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", f"{_cache()}/torch_extensions"),
             "HF_HOME": str(world / "cache/hf"), "TORCHINDUCTOR_CACHE_DIR": str(world / "cache/inductor"),
@@ -158,29 +151,3 @@ def test_hostile_texts_and_links(world: Path) -> None:
 def test_many_hostile_texts_and_links(world: Path, seed: int) -> None:
     World(world).write_files_of_extensions()
     check(fuzz(world, seed=seed, count=60))
-
-
-@pytest.mark.slow
-def test_a_replay_does_not_act_on_its_record(world: Path) -> None:
-    """The ranks of the replay are in the sandbox, too. The record names a folder with modules, and libraries."""
-    run, traps = world / "run", world / "victim/traps"
-    traps.mkdir()
-    for name in ("json", "torch", "numpy", "pretrain", "sitecustomize", "deepspeed"):
-        (traps / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(traps)!r}, 'executed').touch()\n")
-    record = json.loads((run / "run.json").read_text())
-    record[0]["command"]["directory"] = str(traps)
-    record[0]["environment"] |= {"LD_PRELOAD": str(traps / "x.so"), "TORCH_EXTENSIONS_DIR": str(traps),
-                                 "DS_ACCELERATOR": "cpu", "TRITON_CACHE_DIR": str(traps), "OMP_NUM_THREADS": "1"}
-    record[0]["given_deepspeed_config"] |= {"csv_monitor": {"enabled": True, "output_path": str(traps)}}
-    (run / "run.json").write_text(json.dumps(record))
-    before = Tree(world / "victim", world / "home", world / "own", world / "here")
-    settings = _settings(world)
-    settings["programs"] += [sys.executable, str(Path(sys.executable).resolve())]
-    done = subprocess.run([sys.executable, PROGRAM, "replay", f"{run}@2", "--output", str(world / "out/replay")],
-                          cwd=world / "here", capture_output=True, text=True,
-                          env={**_environ(world, settings), "PYTHONPATH": str(ROOT / "tests/foreign_files/site")})
-    (run / "run.json").write_bytes((world / "own/run.json").read_bytes())
-    assert done.returncode == 0, done.stderr
-    assert "reproduc" in done.stdout
-    assert not (world / "log").exists(), (world / "log").read_text()
-    assert before.changes() == []

@@ -12,6 +12,7 @@ from pretrain.distributed.device import compiles_cuda
 from tests.distributed.test_ds_configs import EXPERTS, FILES, ranks_of
 from tests.gpu.runs import Run, kernels_compute, relative_difference, start
 from tests.support.cases import config, flags, fused
+from tests.support.extensions import entries_of_extensions
 from tests.support.launch import ROOT
 
 
@@ -68,10 +69,9 @@ def test_a_resumed_run_has_the_same_bits(stage: int, corpus: str, tmp_path: Path
 ], ids=["flash", "documents", "compiled", "plain", "experts", "recompute"])
 def test_two_deterministic_starts_have_the_same_bits(stage: int, extra: dict[str, str], corpus: str, tmp_path: Path,
                                                      write) -> None:
-    """Also each micro-batch that is computed again has the same bits."""
     ranks = min(2, torch.cuda.device_count())
     own = {**flags(corpus, steps=8, seq_length=128, overrides="" if extra is EXPERTS else "resid_pdrop=0.1"), **extra,
-           "deterministic": "true", "recompute_interval": 2}
+           "deterministic": "true", **entries_of_extensions("gpu_runs", "DETERMINISTIC")}
     path = write(config(stage, precision="bf16", micro=2))
     runs = [start(tmp_path / name, path, own, ranks=ranks) for name in ("first", "second")]
     assert runs[0].losses == runs[1].losses
@@ -115,10 +115,7 @@ def test_memory_is_predicted_within_a_tenth(model: str, stage: int, extra: dict[
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_host_does_not_wait_between_logged_steps(stage: int, corpus: str, tmp_path: Path, write) -> None:
-    """It only waits for copies that the step before has started.
-
-    tests/extensions/host_time/test_waits.py has more layouts.
-    """
+    """It only waits for copies that the step before has started."""
     path, waits = write(fused(config(stage, precision="bf16"))), tmp_path / "waits.txt"
     start(tmp_path / "run", path, flags(corpus, steps=14, log_interval=100, document_attention="true", seq_length=128),
           program="tools/dry_gpu/waits.py", DRY_GPU_WAITS=str(waits))

@@ -1,4 +1,4 @@
-"""Scores of tokens against torch's log_softmax. Layouts: tests/extensions/tasks."""
+"""Scores of tokens against torch's log_softmax."""
 
 import pytest
 import torch

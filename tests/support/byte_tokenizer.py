@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from pretrain.data.token_files.writer import IndexedWriter
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 
 EOD = 256
 
@@ -23,3 +27,13 @@ def write_byte_tokenizer(folder: Path, *, with_eod: bool = True) -> Path:
     path = folder / "tokenizer.json"
     tokenizer.save(str(path))
     return path
+
+
+def write_byte_corpus(folder: Path) -> None:
+    """Write `tokenizer` and a `corpus` of its tokens."""
+    write_byte_tokenizer(folder / "tokenizer")
+    with IndexedWriter(folder / "corpus", np.uint16) as writer:
+        for number in range(150):
+            writer.add_document([*(48 + (number + np.arange(200)) % 64), EOD])
+        writer.finalize({"vocab_size": 257, "max_token": EOD, "eod_token": EOD,
+                         "tokenizer_sha256": load_tokenizer(folder / "tokenizer").fingerprint})

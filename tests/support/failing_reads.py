@@ -3,8 +3,8 @@
     python -m tests.support.failing_reads FOLDER
 
 For each program and each of its reads, a forked process runs the program with an error at this read, alternately once
-and for all reads of some time. Prints one JSON object a process. The programs are the real supervisor and
-`run_launcher`, and start shell scripts.
+and for all reads of some time. Prints one JSON object a process. The programs call `run_launcher`, and start shell
+scripts. Other modules call `main` with programs of theirs.
 """
 
 import builtins
@@ -62,22 +62,6 @@ class FailingReads:
             raise OSError(self._errno, os.strerror(self._errno), str(path))
 
 
-def supervised(run: Path) -> int:
-    """The first start crashes at step 3, the second one finishes."""
-    from pretrain.extensions.supervise.choose_hosts import SupervisorSettings
-    from pretrain.extensions.supervise.supervisor import supervise
-
-    script = f"cd {run}; echo '{BEGAN}' >> events.jsonl; echo '{ROW}' >> metrics.jsonl; echo >> starts; " \
-             f"[ $(wc -l < starts) -gt 1 ] || exit 9; echo '{STOP % 'finished'}' >> events.jsonl"
-    hostfile = run / "hosts"
-    hostfile.write_text("localhost slots=1\n")
-    (run / "run.yaml").write_text("train_steps: 9\n")
-    command = ["bash", "-c", script, "deepspeed", "--hostfile", str(hostfile), "train.py", "--config",
-               str(run / "run.yaml")]
-    return supervise(SupervisorSettings(command, run, hostfile, backoff_s=0.05, backoff_max_s=0.1, max_restarts=30,
-                                        health_command="true"), lambda line: None)
-
-
 def launched(run: Path) -> int:
     """A launcher that got a signal, and exits with 1 although its run was saved."""
     return ds_pretrain.run_launcher(["bash", "-c", f"echo '{STOP % 'SIGTERM'}' >> {run}/events.jsonl; exit 1"],
@@ -89,10 +73,11 @@ def saved(run: Path) -> int:
     return ds_pretrain.run_launcher(["bash", "-c", "exit 75"], dict(os.environ), run)
 
 
-PROGRAMS = {"supervise": supervised, "launch": launched, "save": saved}
+Programs = dict[str, Callable[[Path], int]]  # name -> (run folder) -> exit code
 
 
-def begin(name: str, run: Path, first: int | None, number: int, *, outage: bool) -> Callable[[], dict[str, Any]]:
+def begin(name: str, program: Callable[[Path], int], run: Path, first: int | None, number: int, *, outage: bool
+          ) -> Callable[[], dict[str, Any]]:
     """Run a program in a forked process. Returns a function that waits for its end, and returns what happened."""
     run.mkdir(parents=True)
     reader, writer = os.pipe()
@@ -102,7 +87,7 @@ def begin(name: str, run: Path, first: int | None, number: int, *, outage: bool)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
             reads.install()
-            found["code"] = PROGRAMS[name](run)
+            found["code"] = program(run)
         except ConfigError as error:
             found["rejected"] = str(error)
         except BaseException:
@@ -120,17 +105,17 @@ def begin(name: str, run: Path, first: int | None, number: int, *, outage: bool)
     return end
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, programs: Programs) -> None:
     outcome.RETRY_S = RETRY_S
-    for name in PROGRAMS:
-        plain = begin(name, folder / name / "plain", None, errno.EIO, outage=False)()
+    for name, program in programs.items():
+        plain = begin(name, program, folder / name / "plain", None, errno.EIO, outage=False)()
         print(json.dumps(plain), flush=True)
         errors, reads = itertools.cycle(ERRORS), range(1, plain["reads"] + 1)
         for together in (reads[start:start + AT_ONCE] for start in range(0, len(reads), AT_ONCE)):
-            for end in [begin(name, folder / name / str(first), first, next(errors), outage=first % 2 == 0)
+            for end in [begin(name, program, folder / name / str(first), first, next(errors), outage=first % 2 == 0)
                         for first in together]:
                 print(json.dumps(end()), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), {"launch": launched, "save": saved})

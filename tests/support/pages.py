@@ -3,14 +3,14 @@
 import re
 from pathlib import Path
 
-from tests.support.extensions import modules_of_extensions
+from tests.support.extensions import entries_of_extensions
 from tests.support.launch import ROOT
 
 README = ROOT / "README.md"
 # The commands run in this order. A page may use the files that earlier pages created.
 PAGES = [README, *(ROOT / name for name in (
     "launch/first_run.md",
-    "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/cleaning.md", "tools/tokenizers.md",
+    "tools/README.md", "tools/data.md", "tools/data_sources.md", "tools/tokenizers.md",
     "tools/training_data.md", "tools/memory.md",
     "tools/checkpoints.md", "tools/weights.md", "tools/evaluation.md", "tools/gpu.md",
     "tools/dry_gpu/README.md",
@@ -48,23 +48,15 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "--deepspeed_config zero3_bf16 --gradient_accumulation_steps 2 --train_steps 4 --save runs/dry"),
     "needs the network": (
         "ds-pretrain evaluate runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200",),
-    "needs receivers and GPUs: tests/extensions/notify/test_follow_run.py": (
-        "ds-pretrain supervise -- ds-pretrain --num_gpus 8 --config run.yaml --notify SLACK_URL MAIL_URL",
-        "ds-pretrain --num_gpus 8 --config run.yaml --metrics_port 9100"),
     "needs the Hub: tests/data/prepare/test_hub_dataset.py": (
         "ds-pretrain prepare --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT --tokenizer "
         "data/tokenizer --out data/fineweb",),
     "takes minutes: tests/test_project.py": (".github/release.sh",),
-    "takes an hour: tests/distributed/test_replay.py with -m slow": (
-        "python -m tests.extensions.replay.planted_replays OUT",),
-    "needs a bad step: tests/distributed/test_replay.py": ("ds-pretrain replay runs/gpt2@41203",),
     "tests/model/test_on_fake_device.py runs it": ("python -m tests.model.on_fake_device",),
     "README.md evaluates and exports another run": (
         "ds-pretrain evaluate runs/run", "ds-pretrain export runs/run --output runs/run-hf"),
     "takes minutes: tests/data/tokenizers/test_measure_encoding.py": (
         "python -m tests.data.tokenizers.measure_encoding tinyshakespeare.txt tutor.ja.utf-8 tutor.ru.utf-8",),
-    "takes minutes: tests/distributed/test_replay_samples.py with -m slow": (
-        "python -m tests.extensions.replay.planted_documents",),
     "needs other versions of Python and torch: tests/test_versions.py": ("tests/versions.sh lowest",),
     "takes a minute: tests/upstream/test_reproducers.py": (
         "python -m tests.upstream.reproduce",),
@@ -75,12 +67,6 @@ NOT_RUN_BECAUSE: dict[str, tuple[str, ...]] = {
         "python tools/bench.py --what step --preset cpu --write tools/measurements.md",
         "python tools/bench.py --what step --preset cpu-llama-2048 --write tools/measurements.md",
         "python tools/bench.py --what overhead,checkpoint,startup --rounds 3 --write tools/measurements.md"),
-    "takes a minute; tests/distributed/resilience/test_flight_record.py records smaller runs": (
-        "ds-pretrain --deepspeed_config zero1_bf16 --model gpt2 --model_overrides n_layer=8,n_embd=512,n_head=8,"
-        "vocab_size=16384,n_positions=512,resid_pdrop=0,attn_pdrop=0,embd_pdrop=0 --train_data "
-        "runs/quickstart/data/train --seq_length 512 --micro_batch_size 8 --train_steps 9 --save_interval 0 "
-        "--save runs/record_cost",
-        "head -n 1 runs/record_cost/flight/start_0/rank_0.jsonl"),
     "takes minutes; tests/test_claims.py repeats the other numbers of the page": (
         'run="ds-pretrain --num_accelerators 1 --config runs/quickstart/quickstart.yaml --micro_batch_size 16 '
         "--gradient_accumulation_steps 1 --lr_warmup_steps 1 --eval_interval 0 --eval_steps 1 --save_interval 0 "
@@ -137,9 +123,8 @@ SMALLER = {
     "--seq_length 64 --steps 4", "--vocab_size 32000": "--vocab_size 2000", "--hostfile hosts": "--num_accelerators 2",
     "check --config run.yaml --world_size 16 --gpu a100": "check --config run.yaml --world_size 2 --device cpu",
 }
-for _module in modules_of_extensions("page_commands"):
-    NOT_RUN_BECAUSE |= getattr(_module, "NOT_RUN_BECAUSE", {})
-    SMALLER |= getattr(_module, "SMALLER", {})
+NOT_RUN_BECAUSE |= entries_of_extensions("page_commands", "NOT_RUN_BECAUSE")
+SMALLER |= entries_of_extensions("page_commands", "SMALLER")
 NOT_RUN = {command for commands in NOT_RUN_BECAUSE.values() for command in commands}
 
 

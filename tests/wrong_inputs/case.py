@@ -12,7 +12,6 @@ from pretrain.commands import COMMANDS
 from tests.support.extensions import modules_of_extensions
 
 ROOT = Path(__file__).parents[2]
-LONG = "n" * 300
 DEEP = 100_000  # levels of nesting
 TOO_LARGE = str(2**63)
 NUMBERS = ("x", "", "nan", "inf", "1e999", "-1", "0", "1.5", TOO_LARGE)
@@ -73,21 +72,15 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "checkpoint consolidate": ["{world}/done", "{world}/out"],
     "checkpoint diff": ["{world}/done", "{world}/done"],
     "import": ["{world}/hf", "--output", "{world}/out"],
-    "average": ["{world}/done", "--last", "2", "--output", "{world}/out"],
     "export": ["{world}/done", "--output", "{world}/out"],
     "generate": ["{world}/done"],
     "evaluate": ["{world}/done", "--data", "{world}/plain"],
     "summary": ["{world}/done"],
-    "report": ["{world}/done"],
     "corpus": ["{world}/out"],
     "prepare": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
     "data hash": ["{world}/foreign"],
     "data verify": ["{world}/corpus"],
     "data info": ["{world}/corpus"],
-    "data merge": ["{world}/out", "{world}/corpus", "{world}/foreign"],
-    "data split": ["{world}/corpus", "--proportions", "9,1", "--out", "{world}/out", "{world}/other"],
-    "inspect documents": ["{world}/corpus"],
-    "inspect step": ["{world}/done", "1"],
     "tokenizer": ["{world}/text.txt", "--out", "{world}/out"],
     "quickstart": ["{world}/out"],
     "new": ["{world}/new.yaml", "--data", "{world}/text.txt", "--tokenizer", "bytes", "--model", "tiny", "--gpu", "cpu",
@@ -105,7 +98,8 @@ MAINS: dict[str, Callable[[], Callable[[], Any]]] = {}  # of programs whose own 
 def of_extensions() -> list[ModuleType]:
     """Return the modules wrong_inputs.py of the extensions' tests.
 
-    They may have TOOLS, LEGAL, MAINS, WRONG, PATHS, OUTPUT_FILES, LINES and write_files.
+    They may have TOOLS, LEGAL, MAINS, WRONG, PATHS, OUTPUT_FILES, LINES, READERS and write_files.
+    STORED: see tests/wrong_inputs/stored.py. PROCESSES: see tests/wrong_inputs/test_wrong_inputs.py.
     """
     return list(modules_of_extensions("wrong_inputs"))
 

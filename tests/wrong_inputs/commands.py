@@ -5,78 +5,73 @@ from collections.abc import Iterator
 from shlex import quote
 
 from pretrain.active_extensions import run_files
-from tests.wrong_inputs.case import DEEP, LONG, TRAIN, Case, case_of, of_extensions
+from tests.wrong_inputs.case import DEEP, TRAIN, Case, case_of, of_extensions
+from tests.wrong_inputs.paths import (
+    ALL,
+    IN_CHECKPOINT,
+    LONG,
+    NAME,
+    NO_DATA,
+    NO_FILE,
+    NO_FOLDER,
+    NO_NEW_FOLDER,
+    NO_PREFIX,
+    STEP5,
+    UNREADABLE,
+    UNWRITABLE,
+    USED_FOLDER,
+    USED_FOLDER_OR_STEP,
+)
 from tests.wrong_inputs.world import HF_MODEL, safetensors_of
 
 EVALUATE, GENERATE = "evaluate", "generate"
-_STEP5 = "{world}/done/checkpoints/global_step5"
-_UNREADABLE = {"missing": "{world}/none", "folder": "{world}/nvme", "under a file": "{world}/file/x",
-               "long": "{world}/" + LONG, "proc": "/proc/self/none"}
-_NO_FOLDER = {**_UNREADABLE, "file": "{world}/file"}
-_UNWRITABLE = {"under a file": "{world}/file/x", "long": "{world}/" + LONG, "proc": "/proc/x",
-               "proc below": "/proc/x/y"}
-_NO_FILE = {**_UNWRITABLE, "no folder": "{world}/none/x"}
-_NO_NEW_FOLDER = {**_UNWRITABLE, "file": "{world}/file"}
-_USED_FOLDER = {**_NO_NEW_FOLDER, "other folder": "{world}/done"}
-_USED_FOLDER_OR_STEP = {**_USED_FOLDER, "hf": "{world}/hf", "other step": "{world}/global_step3"}
-_NO_PREFIX = {**_UNWRITABLE, "slash": "{world}/nvme/", "dot": ".", "dot dot": "..", "suffix": "x.bin"}
-_NO_DATA = {name: f"{{world}}/{name}" for name in ("none", "truncated", "corrupt", "lonely", "x.bin", "nvme/")}
-_ALL = {**_UNREADABLE, **_UNWRITABLE, "file": "{world}/file"}
-_NAME = "the last part of the path"  # instead of a text of the error; errors shorten long paths
 # programs, command line, wrong paths, text of the error
 _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
-    *(((TRAIN,), f"RIGHT --{flag} PATH", _UNREADABLE, _NAME)
+    *(((TRAIN,), f"RIGHT --{flag} PATH", UNREADABLE, NAME)
       for flag in ("deepspeed_config", "model", "tokenizer", "train_data", "valid_data", "test_data", "config")),
     ((TRAIN,), "RIGHT --save PATH", {
-        **_NO_NEW_FOLDER, "in a run": "{world}/done/x", "checkpoint": _STEP5, "below a checkpoint": f"{_STEP5}/x",
+        **NO_NEW_FOLDER, "in a run": "{world}/done/x", "checkpoint": STEP5, "below a checkpoint": f"{STEP5}/x",
         "checkpoints": "{world}/done/checkpoints", "dots": "{world}/nvme/../done/x/y", "newline": "{world}/a\nb",
         "shell variable": "${HOME}/run", "HOME": "$HOME/run", "command": "$(pwd)/run",
         "URL": "s3://bucket/run"}, "--save"),
     ((TRAIN,), "RIGHT --save PATH", {
-        f"with {name}": f"{{world}}/run with {name}" for name in ("checkpoints", *run_files())}, _NAME),
+        f"with {name}": f"{{world}}/run with {name}" for name in ("checkpoints", *run_files())}, NAME),
     ((TRAIN,), "RIGHT --checkpoint_mirror PATH", {
-        **_UNWRITABLE, "the run folder": "{world}/run", "in the run": "{world}/run/mirror", "dots": "{world}/x/../run",
+        **UNWRITABLE, "the run folder": "{world}/run", "in the run": "{world}/run/mirror", "dots": "{world}/x/../run",
         "file URL": "file://{world}/run", "protocol": "s4://bucket/x", "no protocol": "://x"}, "--checkpoint_mirror"),
-    (("export", "average", "import", "report"),
-     "RIGHT --output PATH", {"in a checkpoint": f"{_STEP5}/x.html"}, "lies in the checkpoint"),
-    (("prepare", "tokenizer"), "RIGHT --out PATH", {"in a checkpoint": f"{_STEP5}/x"},
-     "lies in the checkpoint"),
+    (("export", "import"), "RIGHT --output PATH", {"in a checkpoint": f"{STEP5}/x.html"}, IN_CHECKPOINT),
+    (("prepare", "tokenizer"), "RIGHT --out PATH", {"in a checkpoint": f"{STEP5}/x"},
+     IN_CHECKPOINT),
     (tuple(f"checkpoint {name}" for name in ("list", "verify", "prune", "convert", "consolidate", "diff")),
-     "PATH REST", _NO_FOLDER, _NAME),
-    (("checkpoint convert", "checkpoint consolidate"), "{world}/done PATH", _USED_FOLDER, _NAME),
+     "PATH REST", NO_FOLDER, NAME),
+    (("checkpoint convert", "checkpoint consolidate"), "{world}/done PATH", USED_FOLDER, NAME),
     (("checkpoint convert", "checkpoint consolidate"), "{world}/done PATH",
-     {"in a checkpoint": f"{_STEP5}/x"}, "lies in the checkpoint"),
-    ((GENERATE, "summary", "import", "average", "export",
-      "inspect step", EVALUATE), "PATH REST", _NO_FOLDER, _NAME),
-    (("import", "average"), "RIGHT --output PATH", _USED_FOLDER_OR_STEP, _NAME),
-    (("export",), "RIGHT --output PATH", _USED_FOLDER, _NAME),
+     {"in a checkpoint": f"{STEP5}/x"}, IN_CHECKPOINT),
+    ((GENERATE, "summary", "import", "export", EVALUATE), "PATH REST", NO_FOLDER, NAME),
+    (("import",), "RIGHT --output PATH", USED_FOLDER_OR_STEP, NAME),
+    (("export",), "RIGHT --output PATH", USED_FOLDER, NAME),
     (("export",), "RIGHT --tokenizer PATH",
-     {what: path for what, path in _UNREADABLE.items() if what != "folder"}, "--tokenizer"),
-    ((GENERATE, EVALUATE), "RIGHT --tokenizer PATH", _UNREADABLE, "--tokenizer"),
-    ((GENERATE,), "RIGHT --prompt_file PATH", _UNREADABLE, _NAME),
-    ((EVALUATE,), "{world}/done --data PATH", _UNREADABLE, "--data"),
-    (("prepare", "tokenizer"), "PATH REST", _UNREADABLE, _NAME),
-    (("tokenizer",), "RIGHT --out PATH", _NO_NEW_FOLDER, _NAME),
-    (("corpus",), "PATH", _NO_NEW_FOLDER, _NAME),
-    (("prepare",), "RIGHT --out PATH", _NO_PREFIX, "--out"),
-    (("data split",), "{world}/corpus --documents rest --out PATH", _NO_PREFIX, "--out"),
-    (("data merge",), "PATH {world}/corpus", _NO_PREFIX, _NAME),
-    (("data hash", "data verify", "data info", "inspect documents"), "PATH",
-     _NO_DATA, _NAME),
-    (("data split",), "PATH REST", _NO_DATA, _NAME),
-    (("data merge",), "{world}/out PATH {world}/foreign", _NO_DATA, _NAME),
-    *((("compare",), f"RIGHT {flag} PATH", {**_NO_FILE, "folder": "{world}/nvme"}, flag)
+     {what: path for what, path in UNREADABLE.items() if what != "folder"}, "--tokenizer"),
+    ((GENERATE, EVALUATE), "RIGHT --tokenizer PATH", UNREADABLE, "--tokenizer"),
+    ((GENERATE,), "RIGHT --prompt_file PATH", UNREADABLE, NAME),
+    ((EVALUATE,), "{world}/done --data PATH", UNREADABLE, "--data"),
+    (("prepare", "tokenizer"), "PATH REST", UNREADABLE, NAME),
+    (("tokenizer",), "RIGHT --out PATH", NO_NEW_FOLDER, NAME),
+    (("corpus",), "PATH", NO_NEW_FOLDER, NAME),
+    (("prepare",), "RIGHT --out PATH", NO_PREFIX, "--out"),
+    (("data hash", "data verify", "data info"), "PATH", NO_DATA, NAME),
+    *((("compare",), f"RIGHT {flag} PATH", {**NO_FILE, "folder": "{world}/nvme"}, flag)
       for flag in ("--json", "--csv", "--write")),
-    (("compare",), "RIGHT --plot PATH.html", _NO_FILE, "--plot"),
+    (("compare",), "RIGHT --plot PATH.html", NO_FILE, "--plot"),
     (("compare",), "RIGHT --plot PATH", {"folder": "{world}/nvme"}, "--plot"),
-    ((EVALUATE,), "RIGHT --json PATH", {**_NO_FILE, "folder": "{world}/nvme"}, "--json"),
-    (("new",), "PATH.yaml REST", _NO_FILE, _NAME),
-    *((("new",), f"RIGHT --{flag} PATH", _UNREADABLE, flag) for flag in ("model", "tokenizer")),
-    (("new",), "RIGHT --data PATH", _UNREADABLE, _NAME),
-    (("new",), "RIGHT --save PATH", _NO_NEW_FOLDER, "--save"),
-    (("compare",), "RIGHT --configs PATH", _ALL, _NAME),
-    (("compare",), "RIGHT --model PATH", _UNREADABLE, "--model"),
-    *((programs, words, {**_NO_FILE, **paths}, culprit) for module in of_extensions()
+    ((EVALUATE,), "RIGHT --json PATH", {**NO_FILE, "folder": "{world}/nvme"}, "--json"),
+    (("new",), "PATH.yaml REST", NO_FILE, NAME),
+    *((("new",), f"RIGHT --{flag} PATH", UNREADABLE, flag) for flag in ("model", "tokenizer")),
+    (("new",), "RIGHT --data PATH", UNREADABLE, NAME),
+    (("new",), "RIGHT --save PATH", NO_NEW_FOLDER, "--save"),
+    (("compare",), "RIGHT --configs PATH", ALL, NAME),
+    (("compare",), "RIGHT --model PATH", UNREADABLE, "--model"),
+    *((programs, words, {**NO_FILE, **paths}, culprit) for module in of_extensions()
       for programs, words, paths, culprit in getattr(module, "OUTPUT_FILES", ())),
     *(row for module in of_extensions() for row in getattr(module, "PATHS", ())),
 ]
@@ -98,8 +93,6 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
      "done: this is a run folder", {}),
     *(("data verify", "{world}/corpus", "corpus.sha256.json", {"corpus.sha256.json": content})
       for content in (b"{", b"[]", b"\xff", b"[" * DEEP)),
-    *(("data split", f"{{world}}/corpus {flag} {sizes} --out a b", flag, {})
-      for flag in ("--proportions", "--documents") for sizes in ("2", "1,x", "1,1,1")),
     # weights
     ("import", "RIGHT", "config.json: model_type", {"hf/config.json": b'{"model_type": "t5"}'}),
     ("import", "RIGHT", "this safetensors file is damaged", {
@@ -167,7 +160,7 @@ _INIT_FROM: list[tuple[str, str, dict[str, bytes]]] = [
     ("--init_from {world}", "the folder holds no checkpoint", {"checkpoints/notes.txt": b""}),
     ("--init_from {world}/done", "weights.pt: found 1 bytes; expected 7", {
         "done/checkpoints/global_step5/weights.pt": b"x"}),
-    (f"--init_from {_STEP5}", "the manifest is damaged", {_MANIFEST: b"{}"}),
+    (f"--init_from {STEP5}", "the manifest is damaged", {_MANIFEST: b"{}"}),
     ("--model tiny", "--model tiny: vocab_size: found 8192; expected 320, as in the weights", {}),
     *((f"--model_overrides {change}", f"--model_overrides: {culprit}", {}) for change, culprit in (
         ("n_layer=2", "n_layer: found 2; expected 1, as in"), ("n_head=4", "n_head: found 4; expected 2, as in"),
@@ -188,7 +181,7 @@ def command_cases() -> Iterator[Case]:
         for program in programs:
             for what, path in paths.items():
                 name = path.rstrip("/").rsplit("/", 1)[-1][:50].removesuffix(".bin").removeprefix("run with ")
-                text = name if culprit == _NAME else culprit
+                text = name if culprit == NAME else culprit
                 yield case_of(f"{program} {words}: {what}", program, words.replace("PATH", quote(path)), text)
     for number, (program, words, culprit, files) in enumerate(_LINES):
         yield case_of(f"{program} {words[:50]}: {number}", program, words, culprit, files)

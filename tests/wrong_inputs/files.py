@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tests.wrong_inputs.case import DEEP, NUMBERS, RAW, TOO_LARGE, TRAIN, Case, case_of
+from tests.wrong_inputs.case import DEEP, NUMBERS, RAW, TOO_LARGE, TRAIN, Case, case_of, of_extensions
 from tests.wrong_inputs.inputs import BASE, change
 
 # format, program, command line, file with contents of another format
@@ -15,18 +15,13 @@ _READERS: list[tuple[str, str, str, str]] = [
     ("DeepSpeed JSON", TRAIN, "RIGHT --deepspeed_config {world}/in.json", "in.json"),
     ("config.json", TRAIN, "RIGHT --model {world}/in.json", "in.json"),
     ("config.json", "compare", "--world_size 8 --model {world}/in.json", "in.json"),
-    ("hostfile", "supervise",
-     "--hostfile {world}/in.hosts --save {world}/run -- deepspeed pretrain/train.py", "in.hosts"),
     ("tokenizer.json", TRAIN, "RIGHT --tokenizer {world}/in.json", "in.json"),
     ("tokenizer.model", TRAIN, "RIGHT --tokenizer {world}/in.model", "in.model"),
     (".idx", TRAIN, "RIGHT --train_data {world}/in", "in.idx"),
     ("run.json", "summary", "{world}/broken", "broken/run.json"),
-    ("run.json", "report", "--compare {world}/done {world}/broken", "broken/run.json"),
     (".meta.json", TRAIN, "RIGHT --train_data {world}/plain", "plain.meta.json"),
+    *(row for module in of_extensions() for row in getattr(module, "READERS", ())),
 ]
-_HOST_LINES = ("a", "a:8", "a:8:9", "[servers]", "a 8", "a cpu=8", "a lots=8", "a slots=8 max_slots=8", "a slots=-1",
-               "a slots=0", "a slots=x", "a slots = 8", "a slots: 8", "a slots=100001", "me@a slots=8", "a;b slots=8",
-               "node[1-4] slots=8", "a b slots=8", "fe80::1 slots=8", "slots=8", '{"a": 8}')
 _YAML = {  # contents -> text of the error
     **dict.fromkeys((
         b"- a", b"x", bytes(range(256)), "a: 1".encode("utf-16"), b"[" * DEEP, b"{a: " * DEEP, b"save: " + b"[" * 3000,
@@ -48,8 +43,6 @@ def content_cases() -> Iterator[Case]:
         yield case_of(f"YAML: {raw[:12]!r}", TRAIN, "RIGHT --config {world}/in.yaml", culprit, {"in.yaml": raw})
     yield case_of("YAML: two files", TRAIN, "RIGHT --config {world}/in.yaml --config {world}/in.yaml", "--config",
                   {"in.yaml": b"seed: 1"})
-    for line in _HOST_LINES:
-        yield case_of(f"hostfile: {line}", "supervise", _READERS[3][2], "in.hosts:1: ", {"in.hosts": line.encode()})
     yield from _metadata_cases()
     yield from _row_cases()
     yield from _text_cases()
@@ -106,7 +99,7 @@ def _text_cases() -> Iterator[Case]:
 
 def _prepare_cases() -> Iterator[Case]:
     """Yield output that would be lost, and flags of prepare_data.py that the tokenizer or the inputs do not allow."""
-    state = b'{"version": 2, "finished": false, "skipped": 0, "record": {"--jsonl_key": "body"}}'
+    state = b'{"version": 3, "finished": false, "skipped": 0, "record": {"--jsonl_key": "body"}}'
     for flags, culprit, files in (
             ("", "out.bin exists. Give --overwrite to replace it", {"out.bin": b"x"}),
             ("", "out.summary.json exists", {"out.summary.json": b"x"}),

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pretrain.cli import Number
 from pretrain.config.flags.arguments import FLAGS, TYPES
 from pretrain.config.flags.flag import tokens
-from tests.wrong_inputs.case import LONG, NUMBERS, TOOLS, Case, actions_of, main_of
+from tests.wrong_inputs.case import NUMBERS, TOOLS, Case, actions_of, main_of
+from tests.wrong_inputs.paths import LONG
 
 
 def flag_cases() -> Iterator[Case]:

@@ -45,7 +45,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # the file
     ({}, {"deepspeed_config": NOTHING}, "--deepspeed_config: found nothing"),
     ({}, {"note": "x" * 2001}, "--note: found 2001 characters; expected at most 2000"),
-    ({}, {"flight_steps": 0, "flight_interval": 5}, "--flight_interval: it has no effect"),
     ({}, {"deepspeed_config": "{world}/broken.json"}, "broken.json:2"),
     ({}, {"deepspeed_config": "{world}/twice.json"}, "twice.json:2: train_batch_size"),
     ({}, {"deepspeed_config": "{world}/list.json"}, "expected an object"),

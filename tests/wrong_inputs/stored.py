@@ -18,23 +18,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.wrong_inputs.case import DEEP, RAW, Case
+from tests.wrong_inputs.case import DEEP, RAW, Case, of_extensions
 from tests.wrong_inputs.generated import _no_process, _NoTorch, _run
 
 NEWEST = "checkpoints/global_step3"
 MANIFEST = f"{NEWEST}/manifest.json"
 # file of the run folder -> the programs that read it
 READERS = {
-    MANIFEST: ("list", "verify", "export", "evaluate", "generate", "average", "inspect step", "resume"),
-    "run.json": ("summarize", "report", "compare", "command", "evaluate", "export", "inspect step", "calibrate",
-                 "resume"),
-    "metrics.jsonl": ("summarize", "report", "compare", "inspect step", "calibrate", "slurm", "supervise", "goodput"),
-    "events.jsonl": ("report", "inspect step", "slurm", "supervise", "goodput", "resume"),
+    MANIFEST: ("list", "verify", "export", "evaluate", "generate", "resume"),
+    "run.json": ("summarize", "evaluate", "export", "calibrate", "resume"),
+    "metrics.jsonl": ("summarize", "calibrate", "slurm", "progress", "goodput"),
+    "events.jsonl": ("slurm", "progress", "goodput", "resume"),
     "rollbacks.jsonl": ("resume", "list"),
     "slurm.jsonl": ("slurm",),
     ".run.lock": ("lock",),
     "checkpoints/latest": ("list", "resume"),
 }
+# name -> words of a subcommand of an extension, and the files that it reads
+_OF_EXTENSIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    name: row for module in of_extensions() for name, row in getattr(module, "STORED", {}).items()}
+for _name, (_, _files) in _OF_EXTENSIONS.items():
+    for _file in _files:
+        READERS[_file] = (*READERS[_file], _name)
 VALUES = (None, -1, "x", [], {}, True, 1.5, 2**70, 10**12, [None], {"x": None})
 _SKIPPED = ("environment", "software", "hardware", "code", "command")  # subtrees of run.json that tools only print
 _HANGS_AFTER_S = 600
@@ -45,19 +50,17 @@ def _programs(run: Path, flags: list[str]) -> dict[str, Callable[[], Any]]:
     def tool(program: str, *words: str) -> Callable[[], Any]:
         return lambda: _outcome(*_run(Case("", program, words, ""), run.parent))
 
+    of_extensions = {name: line.format(run=run).split() for name, (line, _) in _OF_EXTENSIONS.items()}
+
     return {"list": tool("checkpoint list", str(run)), "verify": tool("checkpoint verify", str(run)),
             "export": tool("export", str(run), "--output", f"{run}-out"),
-            "average": tool("average", str(run), "--last", "2", "--output", f"{run}-out"),
             "evaluate": tool("evaluate", str(run)), "generate": tool("generate", str(run)),
             "summarize": tool("summary", str(run)),
-            "report": tool("report", str(run), "--output", f"{run}.html"),
-            "compare": tool("report", str(run), str(run), "--compare"),
-            "command": tool("report", str(run), "--command"),
             "calibrate": tool("compare", "--calibrate", str(run), "--model", "tiny", "--world_size", "2"),
-            "inspect step": tool("inspect step", str(run), "2"),
+            **{name: tool(*words) for name, words in of_extensions.items()},
             "resume": lambda: _in_process(lambda: _resume(flags)),
             "slurm": lambda: _in_process(lambda: _slurm(run)),
-            "supervise": lambda: _in_process(lambda: _supervise(run)),
+            "progress": lambda: _in_process(lambda: _progress(run)),
             "goodput": lambda: _in_process(lambda: _goodput(run)),
             "lock": lambda: _in_process(lambda: _lock(run))}
 
@@ -103,7 +106,7 @@ def _slurm(run: Path) -> str:
     return "0"
 
 
-def _supervise(run: Path) -> str:
+def _progress(run: Path) -> str:
     from pretrain.cluster.outcome import read_progress
 
     progress = read_progress(run, {"events.jsonl": 0, "metrics.jsonl": 0})

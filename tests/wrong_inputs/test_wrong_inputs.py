@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pretrain.commands import COMMANDS
-from tests.wrong_inputs.case import LEGAL, ROOT, TOOLS, TRAIN, Case
+from tests.wrong_inputs.case import LEGAL, ROOT, TOOLS, TRAIN, Case, of_extensions
 from tests.wrong_inputs.generated import all_cases, cases
 from tests.wrong_inputs.world import make_world
 
@@ -22,8 +22,8 @@ PROCESSES = (  # one case of each sort, which runs in its own process
     "pretrain/train.py DeepSpeed JSON: deep", "generate PATH REST: missing", 'metrics.jsonl loss: "x"',
     "checkpoint convert {world}/done PATH: proc", "gpt2 vocab_size: 1000000000",
     "checkpoint consolidate {world}/done PATH: under a file", "corpus --megabytes=inf",
-    "supervise --hostfile PATH --save {world}/run -- deepspeed pretrain/train.py: missing",
     "prepare RIGHT --out PATH: slash",
+    *(name for module in of_extensions() for name in getattr(module, "PROCESSES", ())),
 )
 
 

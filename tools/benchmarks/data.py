@@ -13,7 +13,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 import numpy as np
 
 from pretrain.child import WITHOUT_WORKING_FOLDER
-from pretrain.data.prepare.python_corpus import python_corpus
+from pretrain.commands.corpus import python_corpus
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.indexed_dataset import IndexedDataset

@@ -35,13 +35,6 @@ def without_enums(value: Any) -> Any:
     return value
 
 
-def load_foreign_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = ()) -> Any:
-    """Load a `torch.save` file of another program, whose size and hash no manifest has. A pipe would wait forever."""
-    if path.exists() and not path.is_file():
-        raise ConfigError(str(path), problem="this is no regular file", remedy="use another checkpoint")
-    return load_pickle(path, mmap=mmap, also=also)
-
-
 def load_pickle(path: Path, *, mmap: bool = False, also: Sequence[Any] = (), content: IO[bytes] | None = None) -> Any:
     """Load a `torch.save` file into host memory. With `mmap`, tensors are read from disk on first use.
 

@@ -31,6 +31,7 @@ class Flag:
     override: str | None = None  # name of --override that allows another value than that in a checkpoint
     repeats: bool = False  # of an extension: a repetition of the run from its record sets it, too
     not_repeated: str = ""  # why it does not, in words
+    elsewhere: str = ""  # of an extension: names of the setting in other programs, separated by spaces
     is_secret: bool = False  # the value is left out of the command that run.json records
 
     def check(self, name: str, value: Any) -> None:

@@ -4,21 +4,21 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.document_rows import ORIGIN, DocumentFacts
-from pretrain.data.prepare.duplicates.near_duplicates import NearDuplicates, NearSettings, make_records
-from pretrain.data.prepare.duplicates.seen_digests import DIGEST_BYTES, Digests, SeenDigests
-from pretrain.data.prepare.duplicates.signatures import EMPTY_SIGNATURE
-from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput
-from pretrain.data.prepare.sources import InputFile, SourceCounts
-from pretrain.data.prepare.summary import Statistics
+from pretrain.data.prepare.document_step import ORIGIN, Documents, DocumentStep, InputFile
+from pretrain.data.prepare.hash_tables import DIGEST_BYTES, Digests, SeenDigests
+from pretrain.data.prepare.partial_output import DOCUMENTS, PartialOutput, file_of_step
+from pretrain.data.prepare.summary import SourceCounts, Statistics
 from pretrain.data.prepare.tokenize_batch import TokenizedBatch
 from pretrain.data.token_files.hashes import BLOCK_BYTES, hash_block
+
+if TYPE_CHECKING:
+    from pretrain.data.prepare.complete import DataFacts
 
 _READ_BYTES = 1 << 20
 _LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
@@ -34,8 +34,8 @@ class OpenDocument:
     place: str
     origin: tuple[int, int]
     """number of its input, line in it"""
-    signature: list[int] | None = None
-    """minimum of the signatures of its parts so far, if near-duplicates are looked for"""
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    """step -> combined numbers of its parts so far"""
     text_bytes: int = 0
     failure: tuple[str, str] | None = None
     """place and reason, if a part of it cannot be read"""
@@ -46,16 +46,12 @@ class OpenDocument:
 class DocumentWriter:
     """Writes documents into a PartialOutput. `state` and `DocumentWriter(..., state=...)` resume it."""
 
-    def __init__(self, output: PartialOutput, dtype: npt.DTypeLike, *, vocab_size: int, special_tokens: int,
-                 deduplicate: bool, near: NearSettings | None, files: Sequence[InputFile],
-                 state: dict[str, Any] | None) -> None:
-        """special_tokens: number of tokens (BOS, EOD) that each document has besides the tokens of its text.
-
-        near: None also in a shard, whose near-duplicates a merge finds. files: all inputs, by their numbers.
-        """
-        self.statistics = Statistics(np.zeros(vocab_size, np.int64),
+    def __init__(self, output: PartialOutput, facts: "DataFacts", steps: Sequence[DocumentStep],
+                 files: Sequence[InputFile], *, is_shard: bool = False, state: dict[str, Any] | None = None) -> None:
+        """steps: in their order; in a shard, they keep all documents. files: all inputs, by their numbers."""
+        self.statistics = Statistics(np.zeros(facts.vocab_size, np.int64),
                                      sources={file.source: SourceCounts() for file in files})
-        self._input_files, self._near_settings = files, near
+        self._input_files, self._steps, self._is_shard = files, steps, is_shard
         self._source_names = list(self.statistics.sources)
         numbers = {name: number for number, name in enumerate(self._source_names)}
         self._source_numbers = np.array([numbers[file.source] for file in files], np.int64)
@@ -65,19 +61,22 @@ class DocumentWriter:
             self.statistics = Statistics.from_json(state["statistics"])
             self._open = OpenDocument(**state["open"]) if state["open"] else None
             self._counts_duplicates = state["counts_duplicates"]
-        self._output, self._files, self._dtype = output, output.files, np.dtype(dtype).newbyteorder("<")
-        self._special_tokens, self._deduplicate = special_tokens, deduplicate
+            for step in steps:
+                step.state = state["steps"][step.name]
+        self._output, self._files, self._dtype = output, output.files, np.dtype(facts.dtype).newbyteorder("<")
+        self._special_tokens, self._deduplicate = facts.special_tokens, facts.deduplicate
+        self._columns = {step.name: step.column for step in steps if step.column is not None}
         self._seen: SeenDigests | None = None
         if self._counts_duplicates:
             digests = self._files["digests"]
             self._seen = SeenDigests(output.path / "seen", digests.path, num_logged=digests.size // DIGEST_BYTES)
-        self._near: NearDuplicates | None = None
-        if near is not None:
-            self._near = NearDuplicates(output.path / "bands", self._files["signatures"], near.threshold)
+        for step in steps:
+            step.inputs, step.file = files, self._files.get(file_of_step(step.name))
 
     def state(self) -> dict[str, Any]:
         """Return what a resume needs, as JSON values."""
         return {"statistics": self.statistics.to_json(), "counts_duplicates": self._counts_duplicates,
+                "steps": {step.name: step.state for step in self._steps},
                 "open": dataclasses.asdict(self._open) if self._open else None}
 
     @property
@@ -114,65 +113,57 @@ class DocumentWriter:
         for number, counts in batch.quality.items():
             statistics.sources[self._input_files[number].source].add_quality(counts)
         size = int(ends[-1]) if len(ends) else 0
-        self._add_complete(tokens[:size], np.diff(ends, prepend=0), batch.facts[first : len(batch.ends)])
+        self._add_complete(tokens[:size], batch.documents[first:])
         statistics.add_longest(batch.longest_tokens, batch.longest_place)
         if batch.tail_place:
             self._open = OpenDocument(self._files["tokens"].size, batch.tail_place, batch.origins[-1].item())
             self._continue(self._open, tokens[size:], batch, -1, batch.tail_failure)
         self._hash_blocks()
 
-    def _add_complete(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64], facts: DocumentFacts) -> None:
-        is_kept = self._choose(lengths, facts)
+    def _add_complete(self, tokens: npt.NDArray[Any], documents: Documents) -> None:
+        is_kept = self._choose(documents)
         if not is_kept.all():
-            tokens = tokens[np.repeat(is_kept, lengths)]
-            lengths, facts = lengths[is_kept], facts[is_kept]
+            tokens = tokens[np.repeat(is_kept, documents.num_tokens)]
+            documents = documents[is_kept]
         self._files["tokens"].append(tokens.astype(self._dtype, copy=False).data)
         self.statistics.add_tokens(tokens)
-        self._add_facts(lengths, facts)
+        self._add_documents(documents)
 
-    def _choose(self, lengths: npt.NDArray[np.int64], facts: DocumentFacts) -> npt.NDArray[np.bool_]:
-        """Return which complete documents are kept. Count duplicates, and remember the others."""
-        is_kept = np.ones(len(lengths), np.bool_)
-        is_new = self._find_new(facts.digests)
+    def _choose(self, documents: Documents) -> npt.NDArray[np.bool_]:
+        """Return which complete documents are kept. Count exact duplicates, and remember the others."""
+        is_kept = np.ones(len(documents), np.bool_)
+        is_new = self._find_new(documents.digests)
         if is_new is not None:
-            self._files["digests"].append(facts.digests[is_new].tobytes())
-            self.statistics.add_duplicates(self._counts_by_source(facts[~is_new]))
+            self._files["digests"].append(documents.digests[is_new].tobytes())
+            self.statistics.add_duplicates(self._counts_by_source(documents[~is_new]))
             if self._deduplicate:
-                is_kept = is_new
-        if self._near is not None and self._near_settings is not None:
-            assert is_new is not None, "duplicates are counted"
-            is_near = self._find_near(self._near, np.flatnonzero(is_new), lengths, facts)
-            is_kept = is_kept & ~is_near if self._near_settings.removes else is_kept
+                is_kept = is_new.copy()
+        if not self._is_shard:
+            documents = dataclasses.replace(documents, is_new=is_new)
+            for step in self._steps:
+                left = np.flatnonzero(is_kept)
+                base, count = step.column or ("<i8", 0)
+                values = documents.values.get(step.name, np.zeros((len(documents), count)))[left].astype(base)
+                kept = step.keep(documents[left], values)
+                if kept is not None:
+                    is_kept[left] = kept
         return is_kept
 
-    def _find_near(self, near: NearDuplicates, documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64],
-                   facts: DocumentFacts) -> npt.NDArray[np.bool_]:
-        """Return whether each of all documents is a near-duplicate, of which only those at `documents` can be ones."""
-        is_near = np.zeros(len(lengths), np.bool_)
-        assert facts.signatures is not None, "a batch without signatures"
-        for found in near.add(make_records(facts.origins[documents], facts.signatures[documents])):
-            document = int(documents[found.index])
-            is_near[document] = True
-            file, line = facts.origins[document].item()
-            self.statistics.add_near_duplicate(
-                self._input_files[file].source, int(lengths[document]), place=self._input_files[file].place(line),
-                earlier=self._input_files[found.earlier_input].place(found.earlier_line), similarity=found.similarity)
-        return is_near
-
-    def _counts_by_source(self, facts: DocumentFacts, weights: npt.NDArray[np.int64] | None = None) -> dict[str, int]:
+    def _counts_by_source(self, documents: Documents, weights: npt.NDArray[np.int64] | None = None) -> dict[str, int]:
         """Return the number of documents of each source, or the sum of weights (integers) of its documents."""
-        numbers = self._source_numbers[facts.origins["input"]]
+        numbers = self._source_numbers[documents.origins["input"]]
         sums = np.bincount(numbers, weights, len(self._source_names))
         return {self._source_names[number]: int(sums[number]) for number in np.flatnonzero(sums).tolist()}
 
-    def _add_facts(self, lengths: npt.NDArray[np.int64], facts: DocumentFacts) -> None:
+    def _add_documents(self, documents: Documents) -> None:
         """Append what is stored of each document that is kept, besides its tokens, and count it."""
-        self._files["lengths"].append(lengths.astype("<i4").tobytes())
-        if DOCUMENTS in self._files:
-            self._files[DOCUMENTS].append(facts.rows().tobytes())
-        self.statistics.add_documents(lengths, int(facts.text_bytes.sum()))
-        self.statistics.add_to_sources(self._counts_by_source(facts), self._counts_by_source(facts, lengths),
-                                       self._counts_by_source(facts, facts.text_bytes))
+        self._files["lengths"].append(documents.num_tokens.astype("<i4").tobytes())
+        if self._is_shard:
+            self._files[DOCUMENTS].append(documents.rows(self._columns).tobytes())
+        self.statistics.add_documents(documents.num_tokens, int(documents.text_bytes.sum()))
+        self.statistics.add_to_sources(self._counts_by_source(documents),
+                                       self._counts_by_source(documents, documents.num_tokens),
+                                       self._counts_by_source(documents, documents.text_bytes))
 
     def _find_new(self, digests: Digests) -> npt.NDArray[np.bool_] | None:
         """Return whether each document is no duplicate; None if duplicates are no longer counted."""
@@ -188,7 +179,7 @@ class DocumentWriter:
     @property
     def _is_full(self) -> bool:
         """True if there are too many documents to count duplicates that are kept."""
-        counts_all = self._deduplicate or self._near_settings is not None
+        counts_all = self._deduplicate or any(step.exact_duplicates for step in self._steps)
         return not counts_all and self._files["digests"].size >= _MOST_COUNTED * DIGEST_BYTES
 
     def _continue(self, document: OpenDocument, tokens: npt.NDArray[Any], batch: TokenizedBatch, index: int,
@@ -197,9 +188,10 @@ class DocumentWriter:
         self._files["tokens"].append(tokens.astype(self._dtype, copy=False).data)
         document.text_bytes += int(batch.text_bytes[index])
         document.failure = document.failure or failure
-        if batch.signatures is not None:
-            before = EMPTY_SIGNATURE if document.signature is None else np.array(document.signature, np.uint32)
-            document.signature = np.minimum(before, batch.signatures[index]).tolist()
+        for step in self._steps:
+            if step.name in batch.values:
+                new, before = batch.values[step.name][index], document.values.get(step.name)
+                document.values[step.name] = (new if before is None else step.combine(before, new)).tolist()
 
     def _end(self, document: OpenDocument, save: Callable[[], None]) -> None:
         """Complete a document of several batches, or remove it. Its tokens are read back from the file."""
@@ -207,15 +199,16 @@ class DocumentWriter:
         length = (self._files["tokens"].size - document.start) // self._dtype.itemsize
         if document.is_removed:
             self._files["tokens"].cut(document.start)
-        elif (facts := self._facts_if_kept(document, length)) is None:
+        elif (complete := self._complete_if_kept(document, length)) is None:
             self._remove(document, save)
         else:
             for part in self._read_tokens(document.start):
                 self.statistics.add_tokens(np.frombuffer(part, self._dtype))
-            self._add_facts(np.array([length]), facts)
+            self._add_documents(complete)
 
-    def _facts_if_kept(self, document: OpenDocument, length: int) -> DocumentFacts | None:
-        """Return the facts about a complete document of several batches; count it and return None if it is not kept."""
+    def _complete_if_kept(self, document: OpenDocument, length: int) -> Documents | None:
+        """Return a complete document of several batches, as the only one; count it, and return None, if it is not kept.
+        """
         if length > _LONGEST_DOCUMENT:
             document.failure = document.failure or (document.place, f"the document has {length} tokens; at most "
                                                     f"{_LONGEST_DOCUMENT} are possible")
@@ -229,11 +222,11 @@ class DocumentWriter:
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for part in self._read_tokens(document.start):
             digest.update(part)
-        facts = DocumentFacts(
-            np.array([document.text_bytes]), np.frombuffer(digest.digest(), np.uint64).reshape(1, 2),
-            np.array([tuple(document.origin)], ORIGIN),
-            None if document.signature is None else np.array([document.signature], np.uint32))
-        return facts if self._choose(np.array([length]), facts)[0] else None
+        complete = Documents(
+            np.array([length]), np.array([document.text_bytes]),
+            np.frombuffer(digest.digest(), np.uint64).reshape(1, 2), np.array([tuple(document.origin)], ORIGIN),
+            {name: np.array([row]) for name, row in document.values.items()})
+        return complete if self._choose(complete)[0] else None
 
     def _remove(self, document: OpenDocument, save: Callable[[], None]) -> None:
         """Remove the tokens at the end of the file. A saved state that needs them is replaced first."""
@@ -274,10 +267,7 @@ class DocumentWriter:
         return self._counts_duplicates and not self._is_full
 
     def close(self) -> None:
-        """Delete the tables, which a resume makes again."""
+        """Delete the table of digests, which a resume makes again."""
         if self._seen is not None:
             self._seen.close()
             self._seen = None
-        if self._near is not None:
-            self._near.close()
-            self._near = None

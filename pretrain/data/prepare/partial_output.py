@@ -3,9 +3,9 @@
     tokens        the tokens of all documents, and of an incomplete last one
     lengths       int32 tokens of each document
     digests       16 bytes per document, if duplicates are counted
-    signatures    268 bytes per document, if near-duplicates are looked for
     blocks        32 bytes: SHA-256 of each complete block of `tokens`
-    documents     of a shard: what a merge needs to know about each document (document_rows.py)
+    documents     of a shard: what a merge needs to know about each document (`Documents.rows`)
+    NAME.step     the file of a step of an extension (`DocumentStep.file`)
     state.json    how many bytes of these files are valid, the position in the inputs, counts, settings
 
 The state is replaced atomically after the files are on the disk. Bytes beyond it are cut off by a resume.
@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from pretrain.errors import ConfigError
 from pretrain.paths import fsync, write_synced
 from pretrain.stored_json import read_object
 
-FILES = ("tokens", "lengths", "digests", "signatures", "blocks")
+FILES = ("tokens", "lengths", "digests", "blocks")
 DOCUMENTS = "documents"
 _STATE, _LOCK = "state.json", "lock"
-_VERSION = 2
+_VERSION = 3
 _SECONDS_BETWEEN_STATES = 5.0
 _LARGEST_COST = 0.05  # fraction of the time that saving states may take
 
@@ -59,9 +60,9 @@ class PartialOutput:
     """The open folder OUT.partial/. Only one process at a time can open it."""
 
     def __init__(self, out: str, state: dict[str, Any] | None, *, seconds_between_states: float | None = None,
-                 is_shard: bool = False) -> None:
+                 more_files: Sequence[str] = ()) -> None:
         """`state`: what `read_state` returned; None begins a new folder, and deletes what is in an old one."""
-        names = (*FILES, DOCUMENTS) if is_shard else FILES
+        names = (*FILES, *more_files)
         self.path = partial_path(out)
         self._created = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self._interval = _SECONDS_BETWEEN_STATES if seconds_between_states is None else seconds_between_states
@@ -127,21 +128,27 @@ def partial_path(out: str) -> Path:
     return Path(f"{out}.partial").absolute()
 
 
+def file_of_step(name: str) -> str:
+    """Return the name of the file of a step of an extension."""
+    return f"{name}.step"
+
+
+def _stored(out: str) -> dict[str, Any]:
+    try:
+        return read_object(partial_path(out) / _STATE)
+    except (OSError, ValueError):
+        return {}
+
+
 def read_state(out: str) -> dict[str, Any] | None:
     """Return the state of an earlier preparation that was stopped; None if there is none that can be resumed."""
-    try:
-        state = read_object(partial_path(out) / _STATE)
-    except (OSError, ValueError):
-        return None
+    state = _stored(out)
     return state if state.get("version") == _VERSION else None
 
 
 def is_of_other_version(out: str) -> bool:
     """Return whether another version of this program was stopped here, whose state this one cannot resume."""
-    try:
-        return read_object(partial_path(out) / _STATE).get("version") != _VERSION
-    except (OSError, ValueError):
-        return False
+    return _stored(out).get("version", _VERSION) != _VERSION
 
 
 def _lock_folder(folder: Path) -> int:

@@ -4,19 +4,20 @@ The output does not depend on the number of workers, and not on whether the prep
 batches are the same, and results are written in order.
 """
 
+import copy
 import functools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.active_extensions import document_steps
 from pretrain.cli import StopRequest, bad_path, say
 from pretrain.data.prepare.complete import DataFacts, PreparedData, check_not_empty, complete_output
+from pretrain.data.prepare.document_step import DocumentStep, InputFile
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.duplicates.signatures import signature_version
-from pretrain.data.prepare.fill_in_middle import FillInMiddle, make_arrangement
 from pretrain.data.prepare.input_record import (
     changed_input,
     check_unchanged,
@@ -29,6 +30,7 @@ from pretrain.data.prepare.input_record import (
 from pretrain.data.prepare.partial_output import (
     DOCUMENTS,
     PartialOutput,
+    file_of_step,
     is_of_other_version,
     partial_path,
     read_state,
@@ -36,16 +38,12 @@ from pretrain.data.prepare.partial_output import (
 from pretrain.data.prepare.shards import (
     Shard,
     check_count,
-    check_files,
+    complete_shard,
     facts_of_shards,
-    place_in_inputs,
-    read_record,
-    record_bytes,
-    shard_record,
+    write_record,
 )
-from pretrain.data.prepare.sources import input_file, sampled_fractions
-from pretrain.data.prepare.summary import read_summary
-from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
+from pretrain.data.prepare.text_quality import sampled_fractions
+from pretrain.data.prepare.tokenize_batch import TokenizeBatch, TokenizeSettings
 from pretrain.data.prepare.worker_pool import map_in_order
 from pretrain.data.text_inputs.chunk import CHUNK_BYTES, Position, ReadSettings
 from pretrain.data.text_inputs.find import Inputs, find_inputs
@@ -58,9 +56,8 @@ from pretrain.data.token_files.index_file import dtype_for_vocab
 from pretrain.data.token_files.writer import ENDINGS, SHARD_ENDINGS, existing_file, rename_files
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, shorten
-from pretrain.paths import check_folder, write_synced
+from pretrain.paths import check_folder, writing
 from pretrain.progress import ProgressBar
-from pretrain.stored_json import build, read_object
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,8 @@ class PrepareSettings:
     append_eod: bool = True
     prepend_bos: bool = False
     deduplicate: bool = False
-    near_duplicates: str | None = None
-    """"count" or "remove"; None: they are not looked for"""
-    near_threshold: float = 0.8
-    fill_in_middle: FillInMiddle | None = None
+    steps: Sequence[DocumentStep] = field(default_factory=lambda: document_steps({}))
+    """steps of extensions, in their order (default: those without a flag)"""
 
 
 def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
@@ -103,7 +98,7 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     check_folder(Path(out).absolute().parent, "--out")
     loaded = load_tokenizer(tokenizer)
     job = _Job(found, loaded, out, settings, shard, command)
-    if shard is not None and not overwrite and (meta := _complete_shard(out, shard, job.facts)):
+    if shard is not None and not overwrite and (meta := complete_shard(out, shard, job.facts)):
         say(f"{out} is complete already, with these inputs and settings")
         return meta
     state = _resumable_state(out, job.facts.record, overwrite=overwrite)
@@ -121,7 +116,7 @@ def prepare(inputs: Sequence[str] | DatasetName, *, tokenizer: str, out: str, se
     assert state is not None
     rename_files(output.data_files, out, ENDINGS if shard is None else SHARD_ENDINGS)
     output.delete()
-    return PreparedData(**state["meta"])
+    return PreparedData.of(state["meta"])
 
 
 def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
@@ -148,23 +143,6 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
     return state
 
 
-def _complete_shard(prefix: str, shard: Shard, facts: DataFacts) -> PreparedData | None:
-    """Return the .meta.json of a shard that was made before from the same inputs with the same settings.
-
-    So the jobs of all shards can be started again, and only what is missing is made.
-    """
-    try:
-        record = read_record(prefix)
-        may_skip = facts.record["skip_errors"] or record.statistics["skipped"] == 0
-        is_same = record.facts.of_all_shards() == facts.of_all_shards() and may_skip
-        if not is_same or isinstance(check_files(prefix, shard, record), str):
-            return None
-        read_summary(prefix)  # the command prints it
-        return build(PreparedData, read_object(Path(f"{prefix}.meta.json")))
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 class _Job:
     """A preparation: inputs, tokenizer and settings that have been checked."""
 
@@ -172,46 +150,47 @@ class _Job:
                  command: Sequence[str]) -> None:
         self._inputs, self._out, self._settings = inputs, out, settings
         self._shard, self._command = shard, command
-        middle = None if settings.fill_in_middle is None else make_arrangement(tokenizer, settings.fill_in_middle)
+        self._steps = copy.deepcopy(tuple(settings.steps))  # a step has a state
+        for step in self._steps:
+            step.start(tokenizer)
         self._tokenize = TokenizeSettings(tokenizer.name, *_special_tokens(tokenizer, settings),
-                                          dtype_for_vocab(tokenizer.vocab_size).name, settings.read, middle)
-        read, finds_near = settings.read, settings.near_duplicates is not None
+                                          dtype_for_vocab(tokenizer.vocab_size).name, settings.read)
+        read = settings.read
         record: dict[str, Any] = {
             "inputs": record_inputs(inputs.files), "--tokenizer": tokenizer.fingerprint, "--format": read.format,
             "--jsonl_key": read.jsonl_key, "--document_separator": read.document_separator,
             "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
-            "--deduplicate": settings.deduplicate, "--near_duplicates": settings.near_duplicates,
-            "--near_threshold": settings.near_threshold if finds_near else None,
-            "version of rensa": signature_version() if finds_near else None, "skip_errors": read.skip_errors}
+            "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
         if inputs.dataset is not None:
             record |= inputs.dataset.found.record()
-        if middle is not None:
-            record |= middle.record()
+        for step in self._steps:
+            record |= step.settings
         self.facts = DataFacts(
             vocab_size=tokenizer.ids.vocab_size, tokenizer=tokenizer.name, tokenizer_sha256=tokenizer.fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, unknown_token=tokenizer.ids.unk,
             dtype=self._tokenize.dtype, inputs=inputs.describe(), record=record,
             sources=describe_sources(inputs, record["inputs"]),
-            fill_in_middle=None if middle is None else middle.facts(), commits=dict(inputs.commits))
+            deduplicate=settings.deduplicate or any(step.exact_duplicates == "remove" for step in self._steps),
+            states={step.name: step.state for step in self._steps},
+            columns={step.name: list(step.column) for step in self._steps if step.column is not None},
+            commits=dict(inputs.commits))
         self._part = Part(inputs.files, 0) if shard is None else part_of(inputs.files, read, shard.index, shard.count)
-        self._tokenize = replace(self._tokenize, has_signatures=finds_near, first_input=self._part.first_file,
+        self._tokenize = replace(self._tokenize, steps=copy.deepcopy(self._steps), first_input=self._part.first_file,
                                  sampled_fractions=sampled_fractions(inputs.files))
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
             seconds_between_states: float | None) -> PartialOutput:
         """Write everything into the partial output. Raises ConfigError."""
-        try:
+        with writing(f"--out {self._out}", "remove the reason, and give the same command again"):
+            of_steps = [file_of_step(step.name) for step in self._steps if step.has_file]
             output = PartialOutput(self._out, state, seconds_between_states=seconds_between_states,
-                                   is_shard=self._shard is not None)
+                                   more_files=of_steps if self._shard is None else [DOCUMENTS])
             try:
                 save_examined(output.path, self._inputs)
                 self._write(output, state, workers)
             except BaseException as error:
                 self._close(output, error)
                 raise
-        except OSError as error:
-            raise ConfigError(f"--out {self._out}", problem=f"the files cannot be written: {error.strerror or error}",
-                              remedy="remove the reason, and give the same command again") from None
         return output
 
     def _close(self, output: PartialOutput, error: BaseException) -> None:
@@ -224,11 +203,9 @@ class _Job:
                 error.remedy = f"the work so far is kept in {output.path}: the same command continues it"
 
     def _write(self, output: PartialOutput, state: dict[str, Any] | None, workers: int | None) -> None:
-        writer = DocumentWriter(output, self._tokenize.dtype, vocab_size=self.facts.vocab_size,
-                                special_tokens=self._tokenize.special_tokens,
-                                deduplicate=self.facts.deduplicate,
-                                near=self.facts.near if self._shard is None else None,
-                                files=[input_file(found) for found in self._inputs.files], state=state)
+        writer = DocumentWriter(output, self.facts, self._steps,
+                                [InputFile.of(found) for found in self._inputs.files],
+                                is_shard=self._shard is not None, state=state)
         place, done_bytes, lines = FIRST_PLACE, 0, 0
         if state is not None:
             place, done_bytes = Place(state["input"], Position(*state["position"])), state["done_bytes"]
@@ -236,7 +213,7 @@ class _Job:
         total = self._part.num_bytes
         batches = read_batches(self._part.files, self._settings.read, place, continues=writer.is_inside_document,
                                copies=output.path)
-        results = map_in_order(functools.partial(make_tokenize, self._tokenize), batches,
+        results = map_in_order(functools.partial(TokenizeBatch, self._tokenize), batches,
                                self._num_workers(workers, total - done_bytes))
 
         def save() -> None:
@@ -281,16 +258,13 @@ class _Job:
         if self._shard is None:
             check_not_empty(writer, shorten(" ".join(file.name for file in self._inputs.files)))
         check_unchanged(self._inputs.files, self.facts.record["inputs"])
-        meta = complete_output(output, writer, self.facts, is_shard=self._shard is not None)
+        meta = complete_output(output, writer, self.facts, self._steps)
         if self._shard is not None:
-            documents_sha256 = hash_file(output.files[DOCUMENTS].descriptor, after_chunk=lambda: None)
-            record = shard_record(
-                self._shard, self.facts, statistics={**writer.statistics.to_json(), "token_counts": []},
-                documents_sha256=documents_sha256, command=list(self._command),
-                files=[input_file(found) for found in self._part.files], **place_in_inputs(self._part, lines))
-            write_synced(output.data_files["shard.json"], record_bytes(record))
+            write_record(output.data_files["shard.json"], self._shard, self.facts, self._part, last_lines=lines,
+                         statistics={**writer.statistics.to_json(), "token_counts": []}, command=list(self._command),
+                         documents_sha256=hash_file(output.files[DOCUMENTS].descriptor, after_chunk=lambda: None))
         writer.close()
-        output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
+        output.save({**self._state(writer), "meta": meta, "finished": True})
 
 
 def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[int | None, int | None]:

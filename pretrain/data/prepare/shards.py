@@ -3,25 +3,25 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.prepare.complete import DataFacts
-from pretrain.data.prepare.document_rows import row_type
+from pretrain.data.prepare.complete import DataFacts, PreparedData
+from pretrain.data.prepare.document_step import InputFile, row_type
 from pretrain.data.prepare.partial_output import DOCUMENTS
-from pretrain.data.prepare.sources import InputFile
-from pretrain.data.prepare.summary import Statistics
+from pretrain.data.prepare.summary import Statistics, read_summary
 from pretrain.data.text_inputs.parts import Part
 from pretrain.data.token_files.hashes import DataHashes, hash_file, hashes_path, read_hashes
 from pretrain.errors import ConfigError, reason_of
+from pretrain.paths import write_synced
 from pretrain.stored_json import build, read_object
 
 SLURM = "slurm"
 _MOST_SHARDS = 99_999  # five digits in the names
 _NAME = re.compile(r"(?P<out>.+)\.shard-(?P<index>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
-_VERSION = 1
+_VERSION = 2
 _FORMS = "i/n with i from 0 to n-1, such as 3/8; slurm or slurm/n in an array job of SLURM"
 
 
@@ -88,7 +88,7 @@ class ShardRecord:
     first file, lines of this file are counted from `first_byte`
     """
     documents_sha256: str
-    """of the .documents"""
+    """SHA-256 of the .documents"""
     first_file: int
     """number of the first file of the shard in the list of inputs"""
     first_byte: int
@@ -109,28 +109,21 @@ class ShardRecord:
         return Shard(self.index, self.count)
 
 
-def shard_record(shard: Shard, facts: DataFacts, **values: Any) -> ShardRecord:
-    """Return the record of a shard that is complete."""
-    return ShardRecord(_VERSION, shard.index, shard.count, facts, **values)
-
-
-def place_in_inputs(part: Part, lines: int) -> dict[str, Any]:
-    """Return the fields of a ShardRecord about the shard's part of the inputs. lines: line ends in its last file."""
+def write_record(path: Path, shard: Shard, facts: DataFacts, part: Part, *, last_lines: int, **values: Any) -> None:
+    """Write the record of a complete shard, with a checksum. part: the shard's part of the inputs. Raises OSError."""
     first, last = (part.files[0], part.files[-1]) if part.files else (None, None)
     counts_lines = first is not None and first.kind != "parquet"
-    return {"first_file": part.first_file, "first_byte": first.start if first is not None and counts_lines else 0,
-            "first_name": first.name if first is not None else "",
-            "last_file": -1 if last is None or last.stop is None else part.last_file, "last_lines": lines}
+    record = asdict(ShardRecord(
+        _VERSION, shard.index, shard.count, facts, first_file=part.first_file,
+        first_byte=first.start if first is not None and counts_lines else 0,
+        first_name=first.name if first is not None else "",
+        last_file=-1 if last is None or last.stop is None else part.last_file, last_lines=last_lines,
+        files=[InputFile.of(found) for found in part.files], **values))
+    write_synced(path, json.dumps({"sha256": _checksum(record), "record": record}).encode())
 
 
 def record_path(prefix: str) -> Path:
     return Path(f"{prefix}.shard.json")
-
-
-def record_bytes(record: ShardRecord) -> bytes:
-    """Return the content of the record's file, with a checksum."""
-    values = asdict(record)
-    return json.dumps({"sha256": _checksum(values), "record": values}).encode()
 
 
 def _checksum(values: Any) -> str:
@@ -191,26 +184,6 @@ def check_count(out: str, shard: Shard) -> None:
                           remedy=f"give --shard i/{count}, or remove the shards of the other number")
 
 
-def read_records(prefixes: Sequence[str]) -> tuple[dict[Shard, ShardRecord], dict[Shard, str]]:
-    """Read the records of shards. Return them, and the reasons why others cannot be read.
-
-    Equal facts become one object: the list of inputs is long.
-    """
-    records: dict[Shard, ShardRecord] = {}
-    reasons: dict[Shard, str] = {}
-    facts: DataFacts | None = None
-    for prefix in prefixes:
-        named = shard_of(prefix)
-        assert named is not None, f"{prefix} is no name of a shard"
-        try:
-            record = read_record(prefix)
-            facts = facts or record.facts
-            records[named[1]] = replace(record, facts=facts) if record.facts == facts else record
-        except (OSError, ValueError) as error:
-            reasons[named[1]] = f"{record_path(prefix)}: {reason_of(error)}"
-    return records, reasons
-
-
 @dataclass(frozen=True)
 class ShardFiles:
     """A complete shard. Its files have the sizes of their hashes, and all but the .bin have the right content."""
@@ -232,7 +205,7 @@ def check_files(prefix: str, shard: Shard, record: ShardRecord) -> ShardFiles | 
         hashes = read_hashes(hashes_path(prefix))
         if hashes is None or not hashes.is_complete:
             return f"{hashes_path(prefix)} is missing or not complete"
-        row = row_type(has_signatures=record.facts.near is not None)
+        row = row_type(record.facts.columns)
         num_bytes = int(record.statistics["documents"]) * row.itemsize
         for ending, size, sha256 in (("bin", hashes.bin_bytes, ""), ("idx", hashes.idx_bytes, hashes.idx_sha256),
                                      (DOCUMENTS, num_bytes, record.documents_sha256)):
@@ -248,3 +221,20 @@ def check_files(prefix: str, shard: Shard, record: ShardRecord) -> ShardFiles | 
     except (ValueError, TypeError, KeyError) as error:
         return f"a file of {prefix} is damaged: {error}"
     return ShardFiles(prefix, record, hashes)
+
+
+def complete_shard(prefix: str, shard: Shard, facts: DataFacts) -> PreparedData | None:
+    """Return the .meta.json of a shard that was made before from the same inputs with the same settings.
+
+    So the jobs of all shards can be started again, and only what is missing is made.
+    """
+    try:
+        record = read_record(prefix)
+        may_skip = facts.record["skip_errors"] or record.statistics["skipped"] == 0
+        is_same = record.facts.of_all_shards() == facts.of_all_shards() and may_skip
+        if not is_same or isinstance(check_files(prefix, shard, record), str):
+            return None
+        read_summary(prefix)  # the command prints it
+        return PreparedData.of(read_object(Path(f"{prefix}.meta.json")))
+    except (OSError, ValueError, KeyError):
+        return None

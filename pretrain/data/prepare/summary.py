@@ -1,21 +1,34 @@
 """Counts of a prepared data set, and their summary: PREFIX.summary.json, and the same as text."""
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.duplicates.near_duplicates import NearSettings
-from pretrain.data.prepare.sources import SourceCounts, source_lines, source_rows
+from pretrain.data.prepare.document_step import DocumentStep
+from pretrain.data.prepare.text_quality import FIELDS, quality_summary
 from pretrain.stored_json import read_object
 
-LARGEST_SAMPLE = 20  # documents that were skipped, of which place and reason are kept
+_LARGEST_SAMPLE = 20  # documents that were skipped, of which place and reason are kept
 _LENGTH_CLASSES = 32  # class k has the documents of 2^(k-1) to 2^k - 1 tokens
+
+
+@dataclass
+class SourceCounts:
+    """Counts of a source. Documents are those that were written; the quality is of the documents that were read."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    duplicates: int = 0
+    quality: list[int] = field(default_factory=lambda: [0] * len(FIELDS))
+
+    def add_quality(self, counts: Sequence[int]) -> None:
+        self.quality = [before + new for before, new in zip(self.quality, counts, strict=True)]
 
 
 @dataclass
@@ -36,11 +49,6 @@ class Statistics:
     """documents that were read in parts because they are long, also those that were left out"""
     duplicates: int = 0
     """documents with the tokens of an earlier one"""
-    near_duplicates: int = 0
-    """other documents that are similar to an earlier one"""
-    near_duplicate_tokens: int = 0
-    near_duplicate_samples: list[tuple[str, str, float]] = field(default_factory=list)
-    """(place, place of the earlier document, similarity) of the first ones"""
     sources: dict[str, SourceCounts] = field(default_factory=dict)
     longest_tokens: int = 0
     longest_place: str = ""
@@ -82,17 +90,10 @@ class Statistics:
             self.duplicates += count
             self.sources[name].duplicates += count
 
-    def add_near_duplicate(self, source: str, num_tokens: int, *, place: str, earlier: str, similarity: float) -> None:
-        self.near_duplicates += 1
-        self.near_duplicate_tokens += num_tokens
-        self.sources[source].near_duplicates += 1
-        if len(self.near_duplicate_samples) < LARGEST_SAMPLE:
-            self.near_duplicate_samples.append((place, earlier, round(similarity, 4)))
-
     def skip(self, place: str, reason: str) -> None:
         """Count a document that is left out because it cannot be read."""
         self.skipped += 1
-        if len(self.skipped_samples) < LARGEST_SAMPLE:
+        if len(self.skipped_samples) < _LARGEST_SAMPLE:
             self.skipped_samples.append((place, reason))
 
     def length_histogram(self) -> dict[str, int]:
@@ -101,7 +102,7 @@ class Statistics:
         return {_class_name(index): count for index, count in enumerate(self.lengths[: last + 1]) if index or count}
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "token_counts": self.token_counts.tolist()}
+        return {**asdict(self), "token_counts": self.token_counts.tolist()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Statistics":
@@ -109,8 +110,6 @@ class Statistics:
         samples = [(str(place), str(reason)) for place, reason in values["skipped_samples"]]
         return cls(**{**values, "token_counts": np.array(values["token_counts"], np.int64),
                       "skipped_samples": samples,
-                      "near_duplicate_samples": [(*map(str, places), float(value))
-                                                 for *places, value in values["near_duplicate_samples"]],
                       "sources": {name: SourceCounts(**counts) for name, counts in values["sources"].items()}})
 
 
@@ -127,12 +126,13 @@ def entropy_nats(counts: npt.NDArray[np.int64]) -> float:
 
 
 _BAR = 40  # characters
-_SHOWN_PLACES = 5
+_SHOWN = 5  # places, and sources
+_NAME_WIDTH = 26
+_COLUMNS = {"documents": 11, "tokens": 15, "B/token": 8, "letters": 8, "repeated": 9}
 
 
 def make_summary(statistics: Statistics, *, unknown_token: int | None, duplicates_counted: bool, deduplicated: bool,
-                 near: NearSettings | None, entropy_nats: float, inputs: str,
-                 settings: Mapping[str, Any]) -> dict[str, Any]:
+                 entropy_nats: float, inputs: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of PREFIX.summary.json. It has no times: the same inputs give the same file."""
     tokens = statistics.tokens
     unknown = 0 if unknown_token is None else int(statistics.token_counts[unknown_token])
@@ -149,17 +149,24 @@ def make_summary(statistics: Statistics, *, unknown_token: int | None, duplicate
         "skipped_samples": [{"place": place, "reason": reason} for place, reason in statistics.skipped_samples],
         "duplicate_documents": statistics.duplicates if duplicates_counted else None,
         "duplicates_removed": deduplicated,
-        "near_duplicates": None if near is None else {
-            "documents": statistics.near_duplicates, "tokens": statistics.near_duplicate_tokens,
-            "removed": near.removes, "threshold": near.threshold,
-            "samples": [{"place": place, "earlier": earlier, "similarity": similarity}
-                        for place, earlier, similarity in statistics.near_duplicate_samples]},
         "unknown_tokens": unknown,
         "unknown_fraction": unknown / max(tokens, 1),
         "document_lengths": statistics.length_histogram(),
-        "sources": source_rows(statistics.sources, duplicates_counted=duplicates_counted),
+        "sources": _source_rows(statistics.sources, duplicates_counted=duplicates_counted),
         "settings": dict(settings),
     }
+
+
+def _source_rows(sources: Mapping[str, SourceCounts], *, duplicates_counted: bool) -> list[dict[str, Any]]:
+    """Return what the summary says about each source."""
+    rows = []
+    for name, counts in sources.items():
+        values = {key: value for key, value in asdict(counts).items() if key != "quality"}
+        rows.append({"source": name, **values, "duplicates": counts.duplicates if duplicates_counted else None,
+                     "bytes_per_token": round(counts.text_bytes / max(counts.tokens, 1), 4),
+                     "tokens_per_document": round(counts.tokens / max(counts.documents, 1), 1),
+                     "quality": quality_summary(counts.quality)})
+    return rows
 
 
 def read_summary(prefix: str | Path) -> dict[str, Any]:
@@ -167,8 +174,13 @@ def read_summary(prefix: str | Path) -> dict[str, Any]:
     return read_object(Path(f"{prefix}.summary.json"))
 
 
-def summary_text(prefix: str | Path) -> str:
-    """Return PREFIX.summary.json as text."""
+def summary_row(name: str, value: str) -> str:
+    """Return a line of the summary for people."""
+    return f"  {name:<18} {value}"
+
+
+def summary_text(prefix: str | Path, steps: Sequence[DocumentStep] = ()) -> str:
+    """Return PREFIX.summary.json as text, with the lines of steps of extensions."""
     summary = read_summary(prefix)
     longest, duplicates = summary["longest_document"], summary["duplicate_documents"]
     removed = "removed" if summary["duplicates_removed"] else "kept"
@@ -182,43 +194,21 @@ def summary_text(prefix: str | Path) -> str:
         "skipped documents": f"{summary['skipped_documents']:,}",
         "exact duplicates": "not counted (too many documents; --deduplicate counts them)" if duplicates is None
                             else f"{duplicates:,}" + f" ({removed})" * bool(duplicates),
-        **({} if summary["near_duplicates"] is None else {"near-duplicates": _near(summary["near_duplicates"])}),
         "unknown tokens": f"{summary['unknown_tokens']:,} ({summary['unknown_fraction']:.3%})",
     }
-    if middle := summary.get("fill_in_middle"):
-        rows["fill-in-the-middle"] = _rearranged(middle, summary["documents"])
     lines = [str(prefix), f"  {summary['inputs']}"]
     for name, value in rows.items():
-        lines += [f"  {name:<18} {value}", *(_skipped(prefix, summary) if name == "skipped documents" else []),
-                  *(_near_samples(prefix, summary["near_duplicates"]) if name == "near-duplicates" else [])]
+        lines += [summary_row(name, value), *(_skipped(prefix, summary) if name == "skipped documents" else [])]
+    for step in steps:
+        lines += step.lines(summary, f"{prefix}.summary.json")
     return "\n".join([*lines, "  documents by number of tokens", *_histogram(summary["document_lengths"]),
-                      *source_lines(summary["sources"], f"{prefix}.summary.json")])
-
-
-def _rearranged(middle: Mapping[str, Any], num_documents: int) -> str:
-    count, in_parts = middle["documents"], middle["documents_read_in_parts"]
-    return f"{count:,} documents ({count / max(num_documents, 1):.1%})" + (
-        f"; {in_parts:,} long ones are read in parts, and not rearranged" if in_parts else "")
+                      *_source_lines(summary["sources"], f"{prefix}.summary.json")])
 
 
 def _skipped(prefix: str | Path, summary: Mapping[str, Any]) -> list[str]:
     samples = summary["skipped_samples"]
-    lines = [f"    {sample['place']}: {sample['reason']}" for sample in samples[:_SHOWN_PLACES]]
+    lines = [f"    {sample['place']}: {sample['reason']}" for sample in samples[:_SHOWN]]
     if summary["skipped_documents"] > len(lines):
-        lines.append(f"    ... the first {len(samples)} are in {prefix}.summary.json")
-    return lines
-
-
-def _near(near: Mapping[str, Any]) -> str:
-    text = f"{near['documents']:,} of similarity {near['threshold']:g} or more"
-    return text + f" ({'removed' if near['removed'] else 'kept'}; {near['tokens']:,} tokens)" * bool(near["documents"])
-
-
-def _near_samples(prefix: str | Path, near: Mapping[str, Any]) -> list[str]:
-    samples = near["samples"]
-    lines = [f"    {sample['place']}: {sample['similarity']:.2f} like {sample['earlier']}"
-             for sample in samples[:_SHOWN_PLACES]]
-    if near["documents"] > len(lines):
         lines.append(f"    ... the first {len(samples)} are in {prefix}.summary.json")
     return lines
 
@@ -228,3 +218,22 @@ def _histogram(lengths: Mapping[str, int]) -> list[str]:
     width = max(map(len, lengths), default=0)
     return [f"    {name:>{width}} {count:>12,} {'#' * -(-_BAR * count // most)}".rstrip()
             for name, count in lengths.items()]
+
+
+def _source_lines(rows: Sequence[Mapping[str, Any]], rest: str) -> list[str]:
+    """Return a table of the largest sources. rest: the file that has all of them."""
+    lines = [f"  {'source':<{_NAME_WIDTH}}" + "".join(f"{name:>{width}}" for name, width in _COLUMNS.items())]
+    for row in sorted(rows, key=lambda row: -int(row["tokens"]))[:_SHOWN]:
+        name, quality = row["source"], row["quality"]
+        name = name if len(name) <= _NAME_WIDTH else "..." + name[3 - _NAME_WIDTH:]
+        letters, repeated = (_percent(quality[key]) for key in ("letters_per_character", "duplicate_lines"))
+        values = f"{row['documents']:,}", f"{row['tokens']:,}", f"{row['bytes_per_token']:.2f}", letters, repeated
+        lines.append(f"  {name:<{_NAME_WIDTH}}" + "".join(
+            f"{value:>{width}}" for value, width in zip(values, _COLUMNS.values(), strict=True)))
+    if len(rows) > _SHOWN:
+        lines.append(f"    ... all {len(rows)} are in {rest}")
+    return lines
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.1%}"

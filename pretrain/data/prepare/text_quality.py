@@ -7,9 +7,12 @@ the documents is measured, which depends on their texts alone.
 
 import operator
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+
+from pretrain.data.text_inputs.find import Input
 
 DOCUMENT_LIMITS = (
     "under_50_words", "over_100000_words", "mean_word_length_not_3_to_10", "over_0.1_symbols_per_word",
@@ -35,6 +38,14 @@ def sampled_fraction(num_bytes: int, num_sources: int) -> float:
     size = max(num_bytes, 1)
     sample = _FIRST_BYTES / num_sources + size * _SMALLEST_FRACTION
     return min(1.0, sample / size, _LARGEST_SAMPLE_BYTES / size)
+
+
+def sampled_fractions(inputs: Sequence[Input]) -> tuple[float, ...]:
+    """Return the fraction of the documents of each input that are measured. It depends on the size of its source."""
+    sizes: Counter[str] = Counter()
+    for found in inputs:
+        sizes[found.source] += found.num_bytes
+    return tuple(sampled_fraction(sizes[found.source], len(sizes)) for found in inputs)
 
 
 def is_sampled(text: str, fraction: float) -> bool:

@@ -1,33 +1,30 @@
 """Tokenize a batch of chunks. This runs in the worker processes."""
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.prepare.document_rows import ORIGIN, DocumentFacts, Origins
-from pretrain.data.prepare.duplicates.seen_digests import DIGEST_BYTES, Digests
-from pretrain.data.prepare.duplicates.signatures import EMPTY_SIGNATURE, NUM_VALUES, Sign, make_sign
-from pretrain.data.prepare.fill_in_middle import Arrangement, FillInMiddleEncoder
+from pretrain.data.prepare.document_step import ORIGIN, Documents, DocumentStep, Encode, Origins
+from pretrain.data.prepare.hash_tables import DIGEST_BYTES, Digests
 from pretrain.data.prepare.text_quality import FIELDS, is_sampled, measure
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import Skipped, documents, line_of
 from pretrain.data.text_inputs.reader import Batch
 from pretrain.data.text_inputs.text import divide
-from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 
 LONGEST_TEXT = 1 << 20
 """characters that the tokenizer gets at once; a longer text is divided, to limit the memory"""
-Encode = Callable[[Sequence[str], Sequence[bool]], tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]
-"""texts, and whether each is a complete document -> tokens of all texts, and the position at which each text ends"""
+_Row = npt.NDArray[Any]
+"""numbers of a text or a document, for the column of a step"""
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,10 @@ class TokenizeSettings:
     """token that ends each document"""
     dtype: str
     read: ReadSettings
-    fill_in_middle: Arrangement | None = None
-    has_signatures: bool = False
-    """whether near-duplicates are looked for"""
+    steps: tuple[DocumentStep, ...] = ()
+    """steps of extensions, in their order"""
     sampled_fractions: tuple[float, ...] = ()
-    """of each input: fraction of its documents whose text is measured"""
+    """fraction of the documents of each input whose text is measured"""
     first_input: int = 0
     """number of the first input, of a shard"""
 
@@ -69,8 +65,8 @@ class TokenizedBatch:
     """hash of the tokens of each document; the hash of a continued first document is not used"""
     origins: Origins
     """input and line of each document, and of the incomplete one at the end"""
-    signatures: npt.NDArray[Any] | None
-    """of the part in this batch of each document, and of the incomplete one at the end"""
+    values: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """step -> numbers of the part in this batch of each document, and of the incomplete one at the end"""
     quality: dict[int, list[int]] = field(default_factory=dict)
     """input -> counts of the texts of its documents that were measured"""
     empty: int = 0
@@ -89,40 +85,74 @@ class TokenizedBatch:
     """place of that document"""
 
     @property
-    def facts(self) -> DocumentFacts:
-        """Facts about the documents that end in this batch."""
+    def documents(self) -> Documents:
+        """The documents that end in this batch. Of one that continues, this is the part in the batch."""
         size = len(self.ends)
-        signatures = None if self.signatures is None else self.signatures[:size]
-        return DocumentFacts(self.text_bytes[:size], self.digests, self.origins[:size], signatures)
+        return Documents(np.diff(self.ends, prepend=0), self.text_bytes[:size], self.digests, self.origins[:size],
+                         {name: values[:size] for name, values in self.values.items()})
 
 
-def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatch | ConfigError]:
-    """Load the tokenizer, and return the function that tokenizes a batch, or returns why a document cannot be read."""
-    tokenizer = load_tokenizer(settings.tokenizer)
-    encode = FillInMiddleEncoder(tokenizer, settings.fill_in_middle).encode if settings.fill_in_middle else (
-        lambda texts, is_document: tokenizer.encode_batch(texts))
-    sign = make_sign() if settings.has_signatures else None
-    return functools.partial(_tokenize, settings, tokenizer, encode, sign)
+class TokenizeBatch:
+    """The work of a worker process: tokenizes batches."""
 
+    def __init__(self, settings: TokenizeSettings) -> None:
+        """Load the tokenizer. Raises ConfigError."""
+        self.settings = settings
+        self.tokenizer = tokenizer = load_tokenizer(settings.tokenizer)
+        self.encode: Encode = lambda texts, is_document: tokenizer.encode_batch(texts)
+        for step in reversed(settings.steps):
+            self.encode = step.encoder(tokenizer, self.encode)
+        self.measured = [step for step in settings.steps if step.column is not None]
+        self.empty_rows = [np.asarray(step.measure([""]))[0] for step in self.measured]
+        """rows of a document before its first text"""
 
-def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, encode: Encode, sign: Sign | None,
-              batch: Batch) -> TokenizedBatch | ConfigError:
-    builder = _Builder(settings, continues=batch.continues)
-    begins, divided = not batch.continues, 0
-    try:
-        texts = _encode(_texts(batch, settings), encode, sign, continues=batch.continues)
-        for text, tokens, place, ends, signature in texts:
-            if isinstance(text, Skipped):
-                builder.fail(text, place)
-            elif text:
-                builder.add(text, tokens, place, signature)
-            if ends:
-                builder.end()
-            divided += begins and not ends
-            begins = ends
-        return dataclasses.replace(builder.result(tokenizer), divided=divided)
-    except ConfigError as error:  # returned, so that it is raised after the batches before it are written
-        return error
+    def __call__(self, batch: Batch) -> TokenizedBatch | ConfigError:
+        """Tokenize a batch, or return why a document cannot be read."""
+        builder = _Builder(self, continues=batch.continues)
+        begins, divided = not batch.continues, 0
+        try:
+            for text, tokens, place, ends, rows in self._encode(_texts(batch, self.settings), begins=begins):
+                if isinstance(text, Skipped):
+                    builder.fail(text, place)
+                elif text:
+                    builder.add(text, tokens, place, rows)
+                if ends:
+                    builder.end()
+                divided += begins and not ends
+                begins = ends
+            return dataclasses.replace(builder.result(), divided=divided)
+        except ConfigError as error:  # returned, so that it is raised after the batches before it are written
+            return error
+
+    def _encode(self, texts: "Iterator[_Text]", *, begins: bool) -> "Iterator[_EncodedText]":
+        """Add the tokens and the rows to each text. Several texts are encoded at once, up to LONGEST_TEXT characters.
+
+        begins: whether the first text begins a document.
+        """
+        group: list[_Text] = []
+        is_document = list[bool]()  # whether each text in the group is a complete document
+        size = 0
+        for entry in itertools.chain(texts, [None]):
+            length = 0 if entry is None or isinstance(entry[0], Skipped) else len(entry[0])
+            if group and (entry is None or size + length > LONGEST_TEXT):
+                content = [text for text, *_ in group if isinstance(text, str)]
+                tokens, ends = self.encode(content, is_document)
+                columns = [np.asarray(step.measure(content)) for step in self.measured]
+                numbers, bounds = iter(range(len(content))), [0, *ends.tolist()]
+                for text, place, is_end in group:
+                    if isinstance(text, str):
+                        number = next(numbers)
+                        rows = [values[number] for values in columns]
+                        yield text, tokens[bounds[number] : bounds[number + 1]], place, is_end, rows
+                    else:
+                        yield text, tokens[:0], place, is_end, []
+                group, is_document, size = [], [], 0
+            if entry is not None:
+                group.append(entry)
+                size += length
+                if isinstance(entry[0], str):
+                    is_document.append(begins and entry[2])
+                begins = entry[2]
 
 
 class TextPlace(NamedTuple):
@@ -134,33 +164,7 @@ class TextPlace(NamedTuple):
 
 
 _Text = tuple[str | Skipped, TextPlace, bool]
-_EncodedText = tuple[str | Skipped, npt.NDArray[Any], TextPlace, bool, npt.NDArray[np.uint32] | None]
-
-
-def _encode(texts: Iterator[_Text], encode: Encode, sign: Sign | None, *, continues: bool) -> Iterator[_EncodedText]:
-    """Add the tokens and the signature to each text. Several texts are encoded at once, up to LONGEST_TEXT characters.
-    """
-    group: list[_Text] = []
-    is_document = list[bool]()  # of the texts in the group: whether the text is a complete document
-    begins, size = not continues, 0
-    for entry in itertools.chain(texts, [None]):
-        length = 0 if entry is None or isinstance(entry[0], Skipped) else len(entry[0])
-        if group and (entry is None or size + length > LONGEST_TEXT):
-            content = [text for text, *_ in group if isinstance(text, str)]
-            tokens, ends = encode(content, is_document)
-            signatures = iter(sign(content) if sign is not None else ())
-            bounds = iter(itertools.pairwise([0, *ends.tolist()]))
-            for text, place, is_end in group:
-                start, stop = next(bounds) if isinstance(text, str) else (0, 0)
-                signature = next(signatures, None) if isinstance(text, str) else None
-                yield text, tokens[start:stop], place, is_end, signature
-            group, is_document, size = [], [], 0
-        if entry is not None:
-            group.append(entry)
-            size += length
-            if isinstance(entry[0], str):
-                is_document.append(begins and entry[2])
-            begins = entry[2]
+_EncodedText = tuple[str | Skipped, npt.NDArray[Any], TextPlace, bool, list[_Row]]
 
 
 def _texts(batch: Batch, settings: TokenizeSettings) -> Iterator[_Text]:
@@ -185,16 +189,16 @@ def text_bytes(text: str) -> int:
 class _Builder:
     """Collects the tokens of a batch."""
 
-    def __init__(self, settings: TokenizeSettings, *, continues: bool) -> None:
-        self._settings = settings
+    def __init__(self, worker: TokenizeBatch, *, continues: bool) -> None:
+        self._worker, self._settings = worker, worker.settings
         self._parts: list[Sequence[int] | npt.NDArray[Any]] = []
         self._size = 0
         self._ends: list[int] = []
         self._text_bytes: list[int] = []
         self._origins: list[tuple[int, int]] = []
-        self._signatures: list[npt.NDArray[np.uint32]] = []
+        self._columns: list[list[_Row]] = [[] for _ in worker.measured]
         none = np.zeros(0, np.int64)
-        self._batch = TokenizedBatch(none, none, none, np.zeros((0, 2), np.uint64), np.zeros(0, ORIGIN), None)
+        self._batch = TokenizedBatch(none, none, none, np.zeros((0, 2), np.uint64), np.zeros(0, ORIGIN))
         self._begin(continues=continues)
 
     def _begin(self, *, continues: bool = False) -> None:
@@ -202,19 +206,18 @@ class _Builder:
         self._continues, self._is_open = continues, continues
         self._start, self._first_part = self._size, len(self._parts)
         self._bytes, self._place = 0, TextPlace("", -1)
-        self._text = ""  # of a document that is read at once
-        self._signature = EMPTY_SIGNATURE
+        self._text = ""  # the text of a document that is read at once
+        self._rows = self._worker.empty_rows
         self._failure: tuple[str, str] | None = None
 
     def add(self, text: str, tokens: Sequence[int] | npt.NDArray[Any], place: TextPlace,
-            signature: npt.NDArray[np.uint32] | None) -> None:
+            rows: list[_Row]) -> None:
         """Add a text of the current document."""
         self._text = text if not self._is_open else ""
         self._open(place)
         self._append(tokens)
         self._bytes += text_bytes(text)
-        if signature is not None:
-            self._signature = np.minimum(self._signature, signature)
+        self._rows = [step.combine(*both) for step, *both in zip(self._worker.measured, self._rows, rows, strict=True)]
 
     def fail(self, piece: Skipped, place: TextPlace) -> None:
         """Mark the current document as one that cannot be read."""
@@ -257,14 +260,15 @@ class _Builder:
         self._text_bytes.append(self._bytes)
         number, where = self._place.input, self._place.where
         self._origins.append((number, line_of(where) if where else 0))
-        self._signatures.append(self._signature)
+        for values, row in zip(self._columns, self._rows, strict=True):
+            values.append(row)
         if self._text and is_sampled(self._text, self._settings.sampled_fractions[number]):
             before = self._batch.quality.get(number, [0] * len(FIELDS))
             self._batch.quality[number] = [*map(operator.add, before, measure(self._text))]
 
-    def result(self, tokenizer: Tokenizer) -> TokenizedBatch:
+    def result(self) -> TokenizedBatch:
         """Return the batch. Raises ConfigError if the tokenizer gave tokens that it does not have."""
-        batch = self._batch
+        batch, tokenizer = self._batch, self._worker.tokenizer
         if self._is_open:
             self._text = ""
             self._add_facts()
@@ -281,8 +285,8 @@ class _Builder:
         batch.tokens = tokens.astype(self._settings.dtype)
         batch.ends, batch.text_bytes = np.array(self._ends, np.int64), np.array(self._text_bytes, np.int64)
         batch.digests, batch.origins = _digests(batch.tokens, self._ends), np.array(self._origins, ORIGIN)
-        if self._settings.has_signatures:
-            batch.signatures = np.array(self._signatures, np.uint32).reshape(-1, NUM_VALUES)
+        for step, empty, rows in zip(self._worker.measured, self._worker.empty_rows, self._columns, strict=True):
+            batch.values[step.name] = np.array(rows, empty.dtype).reshape(-1, len(empty))
         return batch
 
 

@@ -31,7 +31,7 @@ def map_in_order(make: Callable[[], Callable[[Job], Result]], jobs: Iterator[Job
     """Yield (job, result) in order. With one worker, this process does the work.
 
     Each worker calls `make` once, and then the function that it returned for each of its jobs. A few jobs per worker
-    are read ahead. Raises ConfigError if a worker is killed. All workers end with the iterator, and with this process.
+    are read ahead. Raises ConfigError if a worker ends. All workers end with the iterator, and with this process.
     """
     if workers == 1:
         work = make()
@@ -40,9 +40,6 @@ def map_in_order(make: Callable[[], Callable[[Job], Result]], jobs: Iterator[Job
     pool: _Pool[Job, Result] = _Pool(make, workers)
     try:
         yield from pool.map(jobs)
-    except (EOFError, ConnectionError):
-        raise ConfigError("--workers", problem=f"one of {workers} worker processes was killed",
-                          remedy="if memory is short, give fewer workers") from None
     finally:
         pool.kill()
 
@@ -61,8 +58,9 @@ class _Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
-        self.numbers: deque[int] = deque()  # of the jobs without a result
+        self.numbers: deque[int] = deque()  # numbers of the jobs without a result
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs.put(sys.path)
         self._jobs.put(make)
         threading.Thread(target=self._send_jobs, daemon=True).start()
 
@@ -104,17 +102,27 @@ class _Pool(Generic[Job, Result]):
             yield self._next_result(started)
 
     def _next_result(self, started: "deque[tuple[int, Job]]") -> tuple[Job, Result]:
-        """Wait for the result of the first job. Raises EOFError or ConnectionError if a worker was killed."""
+        """Wait for the result of the first job. Raises ConfigError if a worker has ended."""
         number, job = started.popleft()
         while number not in self._results:
             ready: list[Any] = wait([worker.connection for worker in self._workers])
             for worker in self._workers:
                 if worker.connection in ready:
-                    kind, value = _receive(worker.connection)
+                    try:
+                        kind, value = _receive(worker.connection)
+                    except (EOFError, ConnectionError):
+                        raise self._ended(worker) from None
                     if kind == "error":
                         raise value
                     self._results[worker.numbers.popleft()] = value
         return job, self._results.pop(number)
+
+    def _ended(self, worker: _Worker) -> ConfigError:
+        count, was_killed = len(self._workers), worker.process.wait() < 0
+        if was_killed:
+            return ConfigError("--workers", problem=f"one of {count} worker processes was killed",
+                               remedy="if memory is short, give fewer workers")
+        return ConfigError("--workers", problem=f"one of {count} worker processes failed with the error above")
 
     def kill(self) -> None:
         for worker in self._workers:
@@ -125,6 +133,8 @@ def _work(connection: "Connection[Any, Any]") -> None:
     """Run a worker until its parent ends or kills it. The first message is the function that makes the work."""
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
         try:
+            # the job may need modules of the user's code
+            sys.path += [folder for folder in _receive(connection) if folder not in sys.path]
             work = _receive(connection)()
             while True:
                 _send(connection, ("result", work(_receive(connection))))

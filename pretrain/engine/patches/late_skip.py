@@ -7,7 +7,7 @@ GradScaler sets): if it is 1, weights, states and the number of steps keep their
 next update begins, after the forward and backward passes of that step were launched, and then counts the skipped step
 and takes back the step of the schedule.
 
-Guarded by tests/distributed/test_skipped_updates.py and tests/extensions/host_time/test_updates.py (layouts `*_fused`).
+Guarded by tests/distributed/test_skipped_updates.py (layouts `*_fused`).
 """
 
 import contextlib

@@ -4,8 +4,7 @@ L (Adam on the CPU), Q (Muon with gradient clipping), T (Muon on CPUs) and AH (A
 loss scale and norm, and a step at construction.
 
 Guarded by tests/distributed/test_upstream.py, test_l_*, test_a_*, test_p_* and test_w_*, by
-tests/engine/test_optimizers.py, test_q_*, by tests/extensions/cpu_kernels/test_masked_cpu.py, and by
-tests/distributed/checkpoint/test_optimizers.py.
+tests/engine/test_optimizers.py, test_q_*, and by tests/distributed/checkpoint/test_optimizers.py.
 """
 
 from collections.abc import Callable, Sequence

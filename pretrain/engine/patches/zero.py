@@ -1,8 +1,7 @@
 """Work-arounds for ZeRO: hpZ, gradients of shared sequences (defect R), dtypes of `zero.Init` (S), one rank, NVMe (C).
 
-Guarded by tests/distributed/test_upstream.py, test_c_*, test_r_* and test_s_*, by tests/distributed/test_parity.py,
-where engines with and without hpZ follow each other, and by tests/extensions/cpu_kernels/test_update_passes.py
-(skip_reduction_on_one_rank).
+Guarded by tests/distributed/test_upstream.py, test_c_*, test_r_* and test_s_*, and by
+tests/distributed/test_parity.py, where engines with and without hpZ follow each other.
 """
 
 from collections.abc import Sequence

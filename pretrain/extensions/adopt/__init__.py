@@ -2,6 +2,6 @@
 
 `sources.py` recognizes what a folder has. The modules of `deepspeed/`, `megatron/` and `dcp/` read one kind of
 checkpoint each, and return a `ForeignRun` (`foreign_run.py`). `adopt.py` checks it and writes the run folder: our
-parameters by `mapping.py`, settings by `run_files.py` and `weight_decay.py`. `optimizers.py` and `parameter_order.py`
-recognize an optimizer and its parameters, for all kinds.
+parameters by `mapping.py`, settings by `run_files.py`. `optimizers.py` recognizes an optimizer, for all
+kinds.
 """

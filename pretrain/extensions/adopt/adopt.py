@@ -32,8 +32,8 @@ from pretrain.config.model_of_run import Origin
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.foreign_run import OMISSIONS, ForeignRun, Omission
 from pretrain.extensions.adopt.mapping import OurRun
+from pretrain.extensions.adopt.optimizers import WeightDecay, weight_decay_of
 from pretrain.extensions.adopt.run_files import ds_config_of, optimizer_of, run_files
-from pretrain.extensions.adopt.weight_decay import WeightDecay, weight_decay_of
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.monitor.environment import versions
 from pretrain.progress import ProgressBar
@@ -42,7 +42,7 @@ SOURCE_RECORD = "imported_from.json"  # program and folder; size and SHA-256 of 
 _ENGINE_STATE = "mp_rank_00_model_states.pt"  # read by `CheckpointReader.engine_state`
 _SHARD_BYTES = 5 * 10**9
 _TORCH_SAVE = (".pt", ".pth", ".bin")  # endings of files that torch.save writes
-_ADAM = OPTIMIZERS["adamw"].family  # of whose classes torch's AdamW is one
+_ADAM = OPTIMIZERS["adamw"].family  # torch's AdamW is one of its classes
 _FIRST_BATCH = -1  # `last_batch_iteration` of DeepSpeed's schedulers before the first step
 
 

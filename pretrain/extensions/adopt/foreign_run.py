@@ -52,8 +52,8 @@ class ForeignRun:
     the parts of ranks, and removes rows that pad a vocabulary.
     """
 
-    program: str  # for messages and the record, such as "transformers.Trainer, DeepSpeed ZeRO-2"
-    folder: Path  # of the checkpoint
+    program: str  # in messages and the record, such as "transformers.Trainer, DeepSpeed ZeRO-2"
+    folder: Path  # folder of the checkpoint
     files: tuple[Path, ...]  # all files that `read` uses; they are hashed for the record
     config: dict[str, Any]  # content of a transformers config.json
     shapes: Mapping[str, Shape]
@@ -66,8 +66,8 @@ class ForeignRun:
     skipped_steps: int = 0
     # as in a DeepSpeed JSON: {"type": "AdamW", "params": {"lr": ..., "betas": [...], "eps": ..., "weight_decay": ...}}
     optimizer: dict[str, Any] = field(default_factory=dict)
-    weight_decay: Mapping[str, float] = field(default_factory=dict)  # of each parameter, by name
-    learning_rate: float | None = None  # of the last step
+    weight_decay: Mapping[str, float] = field(default_factory=dict)  # weight decay of each parameter, by name
+    learning_rate: float | None = None  # learning rate of the last step
     # flags of run.yaml, besides those of the other fields: label_smoothing, router_aux_loss
     flags: Mapping[str, Any] = field(default_factory=dict)
     # What is known of the schedule: "flags" (all that describe it), "type" (a name such as "cosine", or DeepSpeed's
@@ -77,10 +77,10 @@ class ForeignRun:
     schedule: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None  # samples
     consumed_samples: int | None = None  # None: not recorded
-    consumed_tokens: int | None = None  # of a source that counts tokens, and does not record how long a sample is
+    consumed_tokens: int | None = None  # if the source counts tokens, and does not record how long a sample is
     seq_length: int | None = None  # tokens; None: not recorded
     precision: str = "fp32"  # "fp32", "bf16" or "fp16"
-    loss_scale: dict[str, float] | None = None  # of fp16: keys as in Manifest.loss_scale
+    loss_scale: dict[str, float] | None = None  # loss scale of fp16: keys as in Manifest.loss_scale
     seed: int | None = None
     ds_config: dict[str, Any] | None = None  # the DeepSpeed JSON of the run; None: another engine
     buffers: Mapping[str, Any] = field(default_factory=dict)  # tensors of the model's state that are no parameters

@@ -12,7 +12,7 @@ from pretrain.config.ds_json.schema import MONITORS
 from pretrain.config.write_yaml import comment_line, yaml_entry
 from pretrain.errors import ConfigError, printable, shorten
 from pretrain.extensions.adopt.foreign_run import ForeignRun
-from pretrain.extensions.adopt.weight_decay import WeightDecay
+from pretrain.extensions.adopt.optimizers import WeightDecay
 
 RUN_YAML, DS_JSON = "run.yaml", "ds_config.json"
 _KINDS = ("linear", "cosine", "constant")  # schedules of ForeignRun.schedule that have these names in --lr_schedule

@@ -29,7 +29,7 @@ class SourceKind:
     None, the source itself must describe its model, or `read` raises a ConfigError for --model.
     """
 
-    name: str  # for messages
+    name: str  # shown in messages
     module: str  # in this package
     matches: Callable[[set[str]], bool]  # by the names in the folder
 

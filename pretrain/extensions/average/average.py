@@ -13,7 +13,7 @@ from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader, all_finite, chunks_of
 from pretrain.data.tokenizers.export_tokenizer import files_to_copy
 from pretrain.errors import ConfigError
-from pretrain.extensions.average.plan import AveragedCheckpoint, AveragePlan
+from pretrain.extensions.average.main import AveragedCheckpoint, AveragePlan
 from pretrain.model.description import ModelConfig
 
 

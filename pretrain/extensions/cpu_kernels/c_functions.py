@@ -18,7 +18,7 @@ from pretrain.model.kernels.norm import NormSettings
 ACTIVATIONS_IN_C = ("gelu", "gelu_tanh", "silu")  # in bf16; the others are as fast in torch
 ACTIVATIONS_IN_C_FP32 = ("gelu_tanh", "silu")
 _LEAST_WIDTH = 512  # narrower layers gain nothing from a transposed copy: measured on an AMX core
-_MOST_OUTPUTS = 1536  # of a weight gradient in fp32 in C; the rows of more are too far apart for the caches
+_MOST_OUTPUTS = 1536  # in a weight gradient in fp32 in C; the rows of more are too far apart for the caches
 _BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
 _BLOCK_ELEMENTS = 16384  # elements of a partial sum, as in gradients.c
 _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "fp32"}

@@ -7,6 +7,9 @@ and for its scaled copy in fp32, of which only a piece exists at a time with Dee
 of the time. The values are the same, except for the last bits of a norm in fp64, and of gradients in bf16 on a number
 of ranks that is not a power of two: they are multiplied by the inverse instead of divided. On one rank there is no
 division (patches/zero.py).
+
+DeepSpeed's flops profiler does not see functions in C: `count_functions_in_c` counts their FLOPs, guarded by
+tests/extensions/cpu_kernels/test_profiled_flops.py.
 """
 
 from collections.abc import Iterator
@@ -16,14 +19,57 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.profiling.flops_profiler import profiler as flops_profiler
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.distributed.requirements import shortcut
+from pretrain.extensions.cpu_kernels import attention_in_c, c_functions
+from pretrain.extensions.cpu_kernels.attention_in_c import AttentionSettings
 from pretrain.extensions.cpu_kernels.c_functions import euclidean_norm, has_not_finite, multiply_, scale_to_float_
 from pretrain.extensions.cpu_kernels.choice import in_c
 from pretrain.extensions.cpu_kernels.memory import PIECE_ELEMENTS
-from pretrain.extensions.cpu_kernels.profiled_flops import count_functions_in_c
+
+
+def count_functions_in_c(profiler: Any) -> None:
+    """Let a FlopsProfiler count linear layers and attention in C while it profiles.
+
+    DeepSpeed 0.19.8 (profiling/flops_profiler/profiler.py, start_profile) replaces torch's functions while it profiles.
+    The replacements count FLOPs from the shapes of their arguments. Functions in C call none of them.
+    """
+    start_profile, stop_profile = profiler.start_profile, profiler.stop_profile
+    inner_product, attention = c_functions.inner_product, attention_in_c.attention
+
+    def counted_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        _count("linear", flops_profiler._linear_flops_compute(x, weight_OI))
+        return inner_product(x, weight_OI, bias_O)
+
+    def counted_attention(inputs: tuple[torch.Tensor, ...], settings: AttentionSettings) -> torch.Tensor:
+        out = attention(inputs, settings)
+        q_BHTE = out.transpose(1, 2)
+        _count("attention", flops_profiler._attn_flops_compute(q_BHTE, q_BHTE, q_BHTE))
+        return out
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        start_profile(*args, **kwargs)
+        _replace(counted_product, counted_attention)
+
+    def stop() -> None:
+        _replace(inner_product, attention)
+        stop_profile()
+
+    profiler.start_profile, profiler.stop_profile = start, stop
+
+
+def _replace(product: Any, attention: Any) -> None:
+    c_functions.inner_product, attention_in_c.attention = product, attention
+
+
+def _count(name: str, counts: tuple[int, int]) -> None:
+    """Add FLOPs and multiply-accumulates to the module that is called now, as the profiler's `wrapFunc` does."""
+    for found, count in zip((flops_profiler.module_flop_count, flops_profiler.module_mac_count), counts, strict=True):
+        if found:
+            found[-1].append((name, count))
 
 
 def patch_engine(engine: DeepSpeedEngine) -> None:

@@ -19,7 +19,7 @@ _CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
 _TIMED_ROWS = 256
 _REPETITIONS = (5, 25)  # at least, and at most
 _TIMED_S = 0.03  # after so much CPU time, only the least number of repetitions is measured
-_TOLERANCE = 0.03  # of the largest element: wrong code differs by more, and bf16 by less
+_TOLERANCE = 0.03  # fraction of the largest element: wrong code differs by more, and bf16 by less
 
 Operands = tuple[torch.Tensor, ...]
 
@@ -29,7 +29,7 @@ class Trial:
     """One operator of a family, in C and with torch. Both functions get copies of the same operands."""
 
     family: str  # one of choice.FAMILIES
-    operands: Callable[[int, torch.Generator], Operands]  # for a number of rows
+    operands: Callable[[int, torch.Generator], Operands]  # operands for a number of rows
     in_c: Callable[..., Any]  # both return a tensor or a tuple of tensors
     in_torch: Callable[..., Any]
 

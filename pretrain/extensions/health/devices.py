@@ -12,7 +12,7 @@ from pretrain.paths import free_bytes
 
 _PIECE_BYTES = 2**26  # size of the tensors that fill the memory
 _MAX_EXACT_INTEGER = 256  # bf16 represents all integers up to 256 exactly
-_REPETITIONS = 5  # of the matrix product, after one to warm up
+_REPETITIONS = 5  # repetitions of the matrix product, after one to warm up
 _PATTERNS = (0x55555555, -0x55555556)  # bits 0101... and 1010...
 
 

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-_TOOL_LIMIT_S = 20.0  # for one call of nvidia-smi, nvcc, mpirun ...
+_TOOL_LIMIT_S = 20.0  # longest call of nvidia-smi, nvcc, mpirun ...
 _GPU_FIELDS = ("name", "memory.total", "memory.used", "driver_version", "compute_mode", "persistence_mode",
                "compute_cap")
 _ECC_FIELDS = ("ecc.errors.uncorrected.volatile.total", "remapped_rows.pending", "remapped_rows.failure")

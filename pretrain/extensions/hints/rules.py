@@ -20,7 +20,7 @@ _MOST = 3  # hints at a time
 _ROWS = 20  # fewer rows after the warm-up show nothing but noise
 # standard errors; a run is looked at about 100 times, by some ten rules: with 4, one in 30 runs would get a false hint
 _ERRORS = 5.0
-# of the loss: a doubling of the tokens lowers it by 2 to 7% (Hoffmann et al. 2022, up to 100 times the optimal tokens)
+# in the loss: a doubling of the tokens lowers it by 2 to 7% (Hoffmann et al. 2022, up to 100 times the optimal tokens)
 _SMALL = 0.01
 
 

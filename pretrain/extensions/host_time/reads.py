@@ -76,7 +76,7 @@ def _read_sum_of_norms(update: Callable[..., Any]) -> Callable[..., None]:
     original = fused_optimizer.get_flattened_grad_norm
 
     def get_flattened_grad_norm(parameters: list[torch.Tensor], mpu: Any, grad_norm_mask: Any) -> float:
-        if any(map(len, grad_norm_mask)):  # of gradients that other ranks count
+        if any(map(len, grad_norm_mask)):  # other ranks count these gradients
             norm: float = original(parameters, mpu=mpu, grad_norm_mask=grad_norm_mask)
             return norm
         total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
@@ -175,7 +175,7 @@ def _decide_once(optimizer: Any, update: Callable[..., Any]) -> Callable[..., No
     module: Any = sys.modules[type(optimizer).__module__]
 
     def step(*args: Any, **kwargs: Any) -> None:
-        is_invalid = module.is_invalid_grad_norm  # with the checks of skip.also_skip_if
+        is_invalid = module.is_invalid_grad_norm  # includes the checks of skip.also_skip_if
         answers: list[bool] = []
 
         def is_invalid_grad_norm(norm: Any) -> bool:

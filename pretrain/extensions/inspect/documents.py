@@ -28,7 +28,7 @@ _SHOWN = 5  # documents that are named of each kind
 _CHUNK_TOKENS = 2**22  # read at once
 _LARGEST_VOCAB = 2**24  # larger tokens, as in int64 files with damage, would need a huge table of counts
 _FEWEST_TOKENS = 64  # shorter documents are not called degenerate
-_SHOWN_TOKENS = 600  # of a sampled document
+_SHOWN_TOKENS = 600  # shown tokens of a sampled document
 _SAMPLED = 12  # documents, besides the examples of each kind
 _FREQUENT = 40  # tokens in the table
 _STYLE = """body { font: 15px/1.45 sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -43,8 +43,8 @@ class DocumentReport:
 
     num_documents: int
     inspected: int
-    token_bytes: int  # of a token in the .bin
-    tokens: int = 0  # of the inspected documents
+    token_bytes: int  # bytes of a token in the .bin
+    tokens: int = 0  # tokens of the inspected documents
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     examples: dict[str, list[int]] = field(default_factory=lambda: {kind: [] for kind in KINDS})  # document numbers
     lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(40, np.int64))

@@ -10,7 +10,7 @@ from pretrain.data.run_data import RunData
 from pretrain.data.samples.read_order import ranges_text, recorded_read_order
 from pretrain.data.token_schedules import parse_seq_lengths, recorded_batch_sizes
 from pretrain.errors import counted
-from pretrain.extensions.inspect.position import StepPosition
+from pretrain.extensions.inspect.main import StepPosition
 
 _END = "\u2016"  # marks the end of a document in a text
 
@@ -22,7 +22,7 @@ class StepTensors:
     position: StepPosition
     data: RunData
     batches: list[MicroBatch]
-    ids: list[int]  # of the samples: their places in the order of the data
+    ids: list[int]  # ids of the samples: their places in the order of the data
     ranks: int  # data-parallel
     micro_batch_size: int  # in samples
 

@@ -50,8 +50,8 @@ def _record(plan: "Plan") -> Mapping[str, Any]:
 
 EXTENSION = Extension(
     "ladder", "Predicts the loss of a run from smaller models, and says when the run leaves the prediction.",
-    settings=ExpectedCurve, check=_check, inputs="check_curve:read_expected_curve", callbacks=_callbacks,
-    notes="check_curve:expected_curve_notes", record=_record, expectation="expected_curve:expectation",
+    settings=ExpectedCurve, check=_check, inputs="expected_curve:read_expected_curve", callbacks=_callbacks,
+    notes="expected_curve:expected_curve_notes", record=_record, expectation="expected_curve:expectation",
     commands={"ladder": Command("before a run", "predict the loss of a run from smaller models", ".main")},
     events={
         "off_curve": ("causes side loss expected low high consumed_tokens rows since",

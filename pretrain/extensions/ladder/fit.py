@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.ladder.ladder_file import Point
-from pretrain.extensions.ladder.law import LARGEST_EXPONENT, SMALLEST_TERM, Law, Variance
+from pretrain.extensions.ladder.ladder_file import LARGEST_EXPONENT, SMALLEST_TERM, Law, Point, Variance
 
-HUBER_DELTA = 1e-3  # of log L
-FEWEST_VALUES = 3  # of N, and of D: the term of each has two constants, and e is the third
-SMALLEST_SPREAD = 0.15  # of log(D) around a line in log(N), and of log(N) around a line in log(D)
+HUBER_DELTA = 1e-3  # in log L
+FEWEST_VALUES = 3  # fewest values of N, and of D: the term of each has two constants, and e is the third
+SMALLEST_SPREAD = 0.15  # spread of log(D) around a line in log(N), and of log(N) around a line in log(D)
 HIDDEN_SIZES = 0.2  # part of the sizes that the fit hides, to see how well it predicts them
-_STARTS = 6  # of the grid, the ones with the lowest objective
-_PARTS_OF_E, _PARTS_OF_A = (0.1, 0.3, 0.5, 0.7, 0.9), (0.2, 0.5, 0.8)  # of the mean loss, and of the rest of it
+_STARTS = 6  # starts from the grid, those with the lowest objective
+_PARTS_OF_E, _PARTS_OF_A = (0.1, 0.3, 0.5, 0.7, 0.9), (0.2, 0.5, 0.8)  # parts of the mean loss, and of the rest
 _EXPONENTS = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2)
 _NO_TERM = -60.0
-_LARGEST_TERM = 20.0  # of the logarithm of the term of D at the centre of the points, in either direction
+_LARGEST_TERM = 20.0  # largest logarithm of the term of D at the centre of the points, in either direction
 
 
 def scipy_function(name: str) -> Callable[..., Any]:

@@ -13,11 +13,11 @@ import numpy as np
 
 from pretrain.extensions.ladder.expected_curve import LEVEL
 from pretrain.extensions.ladder.fit import scipy_function
-from pretrain.extensions.ladder.law import Variance, interval
+from pretrain.extensions.ladder.ladder_file import Variance, interval
 from pretrain.monitor.curve import Expected
 
-LEAST_PART = 0.05  # of a domain in a small run: one that never reads a domain has a loss of another kind
-_PARTS_OF_C = (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99)  # of the lowest loss: the starts of the fit
+LEAST_PART = 0.05  # share of a domain in a small run: one that never reads a domain has a loss of another kind
+_PARTS_OF_C = (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99)  # parts of the lowest loss: the starts of the fit
 _LARGEST_PART = 0.999
 _CANDIDATES = 2000
 _SAME = 0.01  # distance of two blends that count as one
@@ -57,8 +57,8 @@ class MixtureRun:
     """A small run of a blend."""
 
     name: str
-    parts: list[float]  # of the domains; their sum is 1
-    losses: dict[str, float]  # of the validation sets, in nats a token
+    parts: list[float]  # parts of the domains; their sum is 1
+    losses: dict[str, float]  # losses of the validation sets, in nats a token
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Proposal:
     """The parts with the lowest predicted mean of the validation losses."""
 
     parts: list[float]
-    low: list[float]  # of each part: the interval of the samples
+    low: list[float]  # lower end of the samples' interval, by part
     high: list[float]
     losses: dict[str, Expected]
     mean: Expected

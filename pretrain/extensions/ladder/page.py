@@ -1,35 +1,116 @@
-"""ladder.html: the expected loss of the target, what it depends on, and the runs behind it, as one page."""
+"""ladder.html: the expected loss of the target, what it depends on, and the runs behind it, as one page.
 
-from collections.abc import Iterable, Sequence
+It also has times and alternatives of the target's run: other numbers of tokens, and other sizes for the same compute.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.svg import svg_element
-from pretrain.extensions.ladder.cost import (
-    Option,
-    compute_of,
-    optimal_option,
-    size_options,
-    step_seconds,
-    token_options,
-)
-from pretrain.extensions.ladder.expected_curve import LEVEL
-from pretrain.extensions.ladder.ladder_file import DECAYED, Ladder, Point
+from pretrain.errors import ConfigError
+from pretrain.extensions.ladder.expected_curve import LEVEL, counted_parameters
+from pretrain.extensions.ladder.fit import compute_optimal
+from pretrain.extensions.ladder.ladder_file import DECAYED, Ladder, Law, Point, Reach
 from pretrain.extensions.ladder.plan import Plan, duration_text
 from pretrain.extensions.ladder.points import law_text
-from pretrain.extensions.ladder.reach import Reach
-from pretrain.extensions.ladder.target import MUP, TargetRun
+from pretrain.extensions.ladder.target import MUP, TargetRun, scaled_config
 from pretrain.extensions.ladder.train import validation_losses
-from pretrain.memory.compare.compare import tokens_text
+from pretrain.memory.compare.compare import predict, tokens_text
+from pretrain.memory.step_time.calibrate import calibrate, predict_run
+from pretrain.memory.step_time.measured_run import read_measured_run
+from pretrain.model.description import ModelConfig
+from pretrain.monitor.curve import Expected
 
+StepSeconds = Callable[[ModelConfig], float]
+_TOKEN_FACTORS = (0.25, 0.5, 1.0, 2.0)
+_SIZE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # size factors of the target's parameters
+_FLOPS_PER_PARAMETER = 6  # and token, forward and backward
 _LINE_POINTS = 60
 _LARGEST_USUAL_EXPONENT = 1.0
-_LARGEST_USUAL_NOISE = 0.01  # of the logarithm of the loss
+_LARGEST_USUAL_NOISE = 0.01  # in the logarithm of the loss
 _STYLE = ("body { font: 15px sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em } "
           "table { border-collapse: collapse } td, th { padding: 0.15em 0.9em; text-align: right; "
           "border-bottom: 1px solid #ddd } td:first-child, th:first-child { text-align: left } "
           "code { background: #f2f2f2 } figure { margin: 1em 0 }")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A run that could be trained instead of the target's, and its expected loss at the end of a decay."""
+
+    parameters: float
+    tokens: float
+    expected: Expected
+    reach: Reach
+    seconds: float | None  # None: not known
+
+
+def step_seconds(target: TargetRun, plan: Plan, folder: Path, gpu: str | None) -> StepSeconds | None:
+    """Return a function that predicts the step time of a model in the target's layout; None if it cannot.
+
+    Without `gpu`, the model of the step time is calibrated with the smaller runs.
+    """
+    if gpu is not None:
+        def on_gpus(model: ModelConfig) -> float:
+            time = predict(replace(target.plan, model=model), gpu).time
+            assert time is not None  # the model is known
+            return time.total_seconds
+        return on_gpus
+    paths = [str(folder / "runs" / model.name) for model in (plan.models[0], plan.models[-1])]
+    try:
+        parameters, measured = calibrate(paths).parameters, read_measured_run(paths[-1])
+    except ConfigError:
+        return None
+    return lambda model: predict_run(replace(measured, layout=target.plan.layout, model=model),
+                                     parameters).total_seconds
+
+
+def token_options(target: TargetRun, ladder: Ladder, seconds: StepSeconds | None) -> list[Option]:
+    """Return the target's model with other numbers of tokens."""
+    return [_option(ladder, target, target.parameters, factor * target.tokens, target.plan.model, seconds)
+            for factor in _TOKEN_FACTORS]
+
+
+def size_options(target: TargetRun, ladder: Ladder, seconds: StepSeconds | None) -> list[Option]:
+    """Return models in the target's proportions, with the tokens that need the compute of the target's run."""
+    flops, heads = compute_of(target), target.plan.model.num_heads
+    ratio = heads // target.plan.model.num_kv_heads
+    found: dict[int, Option] = {}
+    for factor in _SIZE_FACTORS:
+        number = max(1, round(heads * factor ** (1 / 3)))
+        if ratio > 1:
+            number = max(ratio, round(number / ratio) * ratio)
+        model = target.plan.model if number == heads else scaled_config(
+            target.plan.model, heads=number, kv_heads=max(1, number // ratio),
+            layers=max(1, round(target.plan.model.num_layers * number / heads)))
+        size = counted_parameters(model)
+        found[size] = _option(ladder, target, size, flops / _FLOPS_PER_PARAMETER / size, model, seconds)
+    return [found[size] for size in sorted(found)]
+
+
+def optimal_option(target: TargetRun, ladder: Ladder) -> Option | None:
+    """Return the size with the lowest loss for the compute of the target's run; None if the law has no optimum."""
+    try:
+        parameters, tokens = compute_optimal(ladder.laws[DECAYED], compute_of(target))
+    except ValueError:
+        return None
+    return _option(ladder, target, parameters, tokens, target.plan.model, None)
+
+
+def compute_of(target: TargetRun) -> float:
+    """Return the compute of the target's run, 6 N D floating-point operations."""
+    return float(_FLOPS_PER_PARAMETER * target.parameters * target.tokens)
+
+
+def _option(ladder: Ladder, target: TargetRun, parameters: float, tokens: float, model: ModelConfig,
+            seconds: StepSeconds | None) -> Option:
+    laws: Mapping[str, Law] = ladder.laws
+    steps = tokens / target.plan.layout.tokens_per_step
+    return Option(parameters, tokens, laws[DECAYED].predict(parameters, tokens),
+                  Reach.of(ladder.range, parameters, tokens), seconds(model) * steps if seconds else None)
 
 
 def page(title: str, target: TargetRun, plan: Plan, ladder: Ladder, folder: Path,

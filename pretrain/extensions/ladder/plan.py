@@ -7,17 +7,15 @@ from typing import Any, Protocol
 
 from pretrain.commands.small_runs import Run
 from pretrain.errors import ConfigError, counted
-from pretrain.extensions.ladder.ladder_file import Range
-from pretrain.extensions.ladder.reach import LARGEST_FACTOR, Reach
-from pretrain.extensions.ladder.sizes import FEWEST_SIZES, Size, choose_sizes, family_sizes, nearest_sizes
-from pretrain.extensions.ladder.target import TargetRun
+from pretrain.extensions.ladder.ladder_file import LARGEST_FACTOR, Range, Reach
+from pretrain.extensions.ladder.target import FEWEST_SIZES, Size, TargetRun, choose_sizes, family_sizes, nearest_sizes
 
 COUNTS = 3  # numbers of tokens of each model, each twice the one before
 MODELS, SPREAD = 5, 16.0  # models, and the largest one's parameters divided by the smallest one's
-FEWEST_STEPS = 100  # of the shortest runs, if the batch can be halved
+FEWEST_STEPS = 100  # fewest steps of the shortest runs, if the batch can be halved
 TOKENS_PER_PARAMETER = 20  # at least this number in the longest runs, unless target or data have fewer (Chinchilla)
-LARGEST_FRACTION = 0.5  # of the target's parameters
-_FORWARD = 1 / 3  # of the time of a step
+LARGEST_FRACTION = 0.5  # fraction of the target's parameters
+_FORWARD = 1 / 3  # fraction of the time of a step
 _MICRO_BATCH_TOKENS = 2048  # at least, where the batch has them: small matrices are slow
 _SEARCHES = 40
 
@@ -59,7 +57,7 @@ class Lengths:
     """Steps of the runs of each model: one run has the largest number; the others branch off its stable phase."""
 
     shortest: int  # steps; the other numbers are its multiples
-    stable: int  # of these: steps before the decay of the learning rate
+    stable: int  # steps before the decay of the learning rate, among these
     warmup: int
     counts: int = COUNTS
 
@@ -81,7 +79,7 @@ class Model:
     parameters: int  # see counted_parameters
     learning_rate: float
     step_seconds: float
-    seconds: float  # of all its runs, with starts and evaluations
+    seconds: float  # seconds of all its runs, with starts and evaluations
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Wish:
 
     budget_seconds: float
     parameters: Sequence[int] = ()
-    tokens: int | None = None  # of the longest runs
+    tokens: int | None = None  # tokens of the longest runs
     largest_factor: float = LARGEST_FACTOR
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from pretrain.errors import ConfigError, reason_of
 from pretrain.extensions.ladder.expected_curve import LEVEL
 from pretrain.extensions.ladder.fit import depends_on_size, fit_law
-from pretrain.extensions.ladder.ladder_file import Point, Range
-from pretrain.extensions.ladder.law import Law
-from pretrain.extensions.ladder.reach import Reach
+from pretrain.extensions.ladder.ladder_file import Law, Point, Range, Reach
 from pretrain.monitor.curve import Expected
 from pretrain.stored_json import read_text
 

@@ -12,18 +12,17 @@ import numpy as np
 
 from pretrain.active_extensions import advice_on
 from pretrain.callback import Callback, Run
-from pretrain.extensions.ladder.band import ABOVE, BELOW
-from pretrain.extensions.ladder.curve_watch import Change, CurveWatch
+from pretrain.extensions.ladder.curve_watch import ABOVE, BELOW, Change, CurveWatch
 from pretrain.extensions.ladder.expected_curve import OFF_CURVE, ON_CURVE, Target
 from pretrain.monitor.curve import Curve, CurveLog, Facts, hints_of_extensions
 from pretrain.monitor.read_run_folder import read_events
 
 _HIGHEST_INITIAL = 1.5  # times ln(V)
-_NEAR = 0.97  # of the unigram entropy, as in the hint "no_learning"
-_SKIPPED = 0.02  # of the steps
-_CLIPPED = 0.9  # of the steps
+_NEAR = 0.97  # fraction of the unigram entropy, as in the hint "no_learning"
+_SKIPPED = 0.02  # fraction of the steps
+_CLIPPED = 0.9  # fraction of the steps
 _SAME_RATE = 0.01  # relative difference
-_LEAK = 0.85  # of the expected loss: no model of this size learns so much more from text
+_LEAK = 0.85  # fraction of the expected loss: no model of this size learns so much more from text
 _DATA_EVENTS = ("data_changed", "data_replaced", "other_data")
 _RATE_HINTS = ("rate_too_high", "rate_too_low", "divergence", "oscillation", "schedule")
 
@@ -43,7 +42,7 @@ class Evidence:
 
 
 def likely_causes(evidence: Evidence) -> list[str]:
-    """Return the causes for which there is evidence, each as `name: evidence`; or, without any, what to do."""
+    """Return the causes that the metrics show, each as `name: observation`; or, without any, what to do."""
     found = [f"{name}: {text}" for name, find in CAUSES for text in find(evidence)]
     return found or [": ".join(["nothing in the metrics explains it", *advice_on("off_curve")])]
 
@@ -146,5 +145,5 @@ class ReportCurve(Callback):
 
     def _causes(self, run: Run, change: Change) -> list[str]:
         """Return the likely causes of a loss that is off the curve."""
-        log = CurveLog(run.folder.path, first_step=run.step)  # of the rows that are written
+        log = CurveLog(run.folder.path, first_step=run.step)  # log of the rows that are written
         return likely_causes(Evidence(change, log.curve(), log.facts(), self._expected, read_events(run.folder.path)))

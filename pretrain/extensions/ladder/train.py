@@ -15,14 +15,13 @@ from pretrain.data.data_spec import names_of_split
 from pretrain.errors import ConfigError
 from pretrain.extensions.ladder.ladder_file import Point
 from pretrain.extensions.ladder.plan import Batch, Model, Plan
-from pretrain.extensions.ladder.sizes import Size
-from pretrain.extensions.ladder.target import TargetRun
+from pretrain.extensions.ladder.target import Size, TargetRun
 from pretrain.memory.step_time.calibrate import calibrate, predict_run
 from pretrain.memory.step_time.measured_run import MeasuredRun, read_measured_run
 from pretrain.memory.step_time.time_parameters import TimeParameters
 from pretrain.monitor.read_run_folder import is_number, read_metrics
 
-_STEPS = 8  # of a measurement; the first one is not used
+_STEPS = 8  # steps of a measurement; the first one is not used
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class MeasuredTimes:
 
     measured: MeasuredRun
     parameters: TimeParameters
-    start_seconds: float  # of a run, without its steps
+    start_seconds: float  # time of a run without its steps
 
     def step_seconds(self, size: Size, batch: Batch) -> float:
         """Return the seconds of a training step."""

@@ -40,7 +40,7 @@ class Notify:
 
     @property
     def has_receivers(self) -> bool:
-        """Whether somebody gets messages about the run."""
+        """True if somebody gets messages about the run."""
         return bool(self.notify or self.notify_command)
 
     @property
@@ -54,4 +54,4 @@ def _variables(args: "RunArguments") -> list[str]:
 
 
 EXTENSION = Extension("notify", "Sends messages about a run, and serves its metrics for Prometheus.", settings=Notify,
-                      check="receivers:check_receivers", around="start:followed", secrets=_variables)
+                      check="receivers:check_receivers", around="receivers:followed", secrets=_variables)

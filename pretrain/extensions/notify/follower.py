@@ -1,8 +1,11 @@
-"""The process that follows a run (see `start.py`).
+"""The process that follows a run (`followed` in receivers.py starts it), and serves its metrics for Prometheus.
 
     python pretrain/child.py pretrain.extensions.notify.follower     (first line of stdin: a request, as JSON)
 
 The pipe is also how its owner reports the end of the run: a line of JSON, or none if the owner was killed.
+
+The names and help texts of metrics are those of the tables in monitor/rows.py, with the prefix `ds_pretrain_`. A value
+that is null, such as a NaN, is left out.
 """
 
 import contextlib
@@ -13,25 +16,86 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pretrain.cli import say
 from pretrain.errors import format_number
-from pretrain.extension import SUPERVISOR
+from pretrain.extension import LAUNCHER, RANK_0
 from pretrain.extensions.notify.extension import Notify
 from pretrain.extensions.notify.messages import Message, RunState
-from pretrain.extensions.notify.metrics_server import serve
-from pretrain.extensions.notify.receivers import LOOPBACK, kinds_to_send, read_urls, silence_apprise
-from pretrain.extensions.notify.send import Grouping, Send, Senders, apprise_sender, command_sender
-from pretrain.extensions.notify.start import CLOSE_S, FILES
-from pretrain.monitor.read_run_folder import Tail
+from pretrain.extensions.notify.receivers import (
+    CLOSE_S,
+    FILES,
+    LOOPBACK,
+    Grouping,
+    Send,
+    Senders,
+    apprise_sender,
+    command_sender,
+    kinds_to_send,
+    read_urls,
+    silence_apprise,
+)
+from pretrain.monitor.read_run_folder import Tail, is_number
+from pretrain.monitor.rows import EVALUATION_ROW, OPTIONAL_KEYS, TRAINING_ROW
 
+_PREFIX = "ds_pretrain_"
+_EVALUATED = ("eval_loss", "eval_ppl")
+_KEYS = {**TRAINING_ROW, **OPTIONAL_KEYS}
+# name -> (unit, help text)
+_METRICS = {
+    **_KEYS, **{key: EVALUATION_ROW[key] for key in _EVALUATED},
+    "train_steps": ("steps", "of the complete run"),
+    "events": ("rows", "of events.jsonl, by event, since the process that follows the run was started"),
+    "run_info": ("", "1; the labels describe the run"),
+}
 _POLL_S = 0.5
 _SILENCE_MINUTES = 30.0
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Collector:
+    """Gives the values to prometheus-client when they are asked for."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics that have a value now."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        state = self._state
+        evaluations = [(split, row) for split, row in state.evaluations.items()]
+        samples: dict[str, list[tuple[dict[str, str], Any]]] = {
+            **{key: [({}, state.row.get(key))] for key in _KEYS}, "train_steps": [({}, state.train_steps)],
+            **{key: [({"split": split}, row.get(key)) for split, row in evaluations] for key in _EVALUATED},
+            "events": [({"event": event}, count) for event, count in state.events.items()],
+            "run_info": [(state.info, 1)] if state.info else []}
+        for name, found in samples.items():
+            if found := [(labels, value) for labels, value in found if is_number(value)]:
+                unit, text = _METRICS[name]
+                kind = CounterMetricFamily if name == "events" else GaugeMetricFamily
+                family = kind(_PREFIX + name, f"{text} ({unit})" if unit else text, labels=list(found[0][0]))
+                for labels, value in found:
+                    family.add_metric(list(labels.values()), value)
+                yield family
+
+
+def metric_names() -> set[str]:
+    """Return the names of all metrics, as Prometheus has them."""
+    return {f"{_PREFIX}{name}{'_total' if name == 'events' else ''}" for name in _METRICS}
+
+
+def serve(state: RunState, port: int, address: str) -> Any:
+    """Serve the metrics in daemon threads. Returns the server. Raises OSError."""
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(Collector(state))
+    return start_http_server(port, addr=address, registry=registry)[0]
 
 
 @dataclass
@@ -85,9 +149,10 @@ class Follower:
         self.state.events = {**self.state.events, event: self.state.events.get(event, 0) + 1}
         if event == "start":
             self.state.read_record()
-        if self.owner == SUPERVISOR and event == "stop":
+        starts_again = self.owner not in (LAUNCHER, RANK_0)
+        if starts_again and event == "stop":
             return  # restarts.jsonl has how starts end
-        if self.owner != SUPERVISOR:
+        if not starts_again:
             self._told_end = event in ("stop", "hang") or (self._told_end and event != "start")
         if event != "spike" or step != self._spike_step:  # one message for loss and gradient norm
             self._add(self.state.message_of_event(row))

@@ -1,4 +1,4 @@
-"""What the follower knows about its run, and the messages that it makes of it: short, for a telephone."""
+"""State of a run as its follower knows it, and the messages about it: short, for a telephone."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -49,14 +49,14 @@ class Message:
 
 @dataclass
 class RunState:
-    """What the follower knows about the run. It replaces values and never changes them, so that threads may read."""
+    """State of the run as its follower knows it. Values are replaced and never changed, so that threads may read."""
 
     run: Path
     row: dict[str, Any] = field(default_factory=dict)  # newest training row
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # split -> newest row
     events: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVENTS, 0))  # since the follower started
     train_steps: int | None = None
-    info: dict[str, str] = field(default_factory=dict)  # of the newest record of run.json
+    info: dict[str, str] = field(default_factory=dict)  # values of the newest record of run.json
 
     def see_row(self, row: dict[str, Any]) -> None:
         """Add a row of metrics.jsonl."""

@@ -22,8 +22,8 @@ from pretrain.hub import recorded_tokenizer
 from pretrain.remote import open_file_system, with_retries, without_credentials
 
 _FLAG = "--against"
-_GROUP_CHARACTERS = 1 << 20  # of texts that are encoded at once
-_MOST_TOKENS = 2**30  # of a set: an index of them takes about 100 GB
+_GROUP_CHARACTERS = 1 << 20  # characters of texts that are encoded at once
+_MOST_TOKENS = 2**30  # most tokens of a set: an index of them takes about 100 GB
 
 
 @dataclass(frozen=True)

@@ -3,4 +3,4 @@
 from pretrain.extension import Extension
 
 EXTENSION = Extension("overlap", "Finds text of evaluation sets in training data, and writes the data without it.",
-                      extends={"data": "command:add_overlap"})
+                      extends={"data": "find_overlap:add_overlap"})

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pretrain.config.plan import Plan
 
 REQUEST = "PROFILE"  # file in the run folder: the number of steps to profile, or empty
-DEFAULT_PROFILE_STEPS = 3  # of a profile of a running job
+DEFAULT_PROFILE_STEPS = 3  # steps of a profile of a running job
 MOST_STEPS = 100  # a trace of a large model has some MB per step
 GROUP = Group("checks, measurements and profiles")
 
@@ -26,14 +26,18 @@ class Profile:
 
     profile_steps: str | None = GROUP.flag(
         None, "steps to profile, the first and the last one, such as 10:12: each rank writes a trace and a table of "
-        "operators to RUN/profiles; to profile a running job, `touch RUN/PROFILE`", metavar="FIRST:LAST", repeats=True)
+        "operators to RUN/profiles; to profile a running job, `touch RUN/PROFILE`", metavar="FIRST:LAST", repeats=True,
+        elsewhere="profile profile_step_start profile_step_end profile_step_stop use_pytorch_profiler "
+        "profiler.enable_profiling profiler.profile_freq")
     profile_ranks: str = GROUP.flag("all", "ranks that write a profile, such as 0,8", metavar="all|RANK,...",
                                     repeats=True)
     pipeline_timeline: str | None = GROUP.flag(
         None, "steps of a run with several pipeline stages, such as 10:12, whose time is divided into forward, "
         "backward, transfers and bubble: writes plots and a JSON to RUN/profiles", metavar="FIRST:LAST", repeats=True)
     memory_snapshot: bool = GROUP.flag(
-        False, "the profiled steps also write each allocation of GPU memory with its stack", repeats=True)
+        False, "the profiled steps also write each allocation of GPU memory with its stack", repeats=True,
+        elsewhere="record_memory_history memory_snapshot_path memory_profiling memory_profiling_path "
+        "profiler.enable_memory_snapshot profiler.memory_snapshot_freq")
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ class Profiler(Callback):
         self._flags = flags
         self._requested = 0  # steps to profile from the next one on
         self._profile: torch.profiler.profile | None = None  # None on the ranks that write none
-        self._range: torch.profiler.record_function | None = None  # of the current step
-        self._first, self._last, self._steps_left = 0, 0, 0  # of the profile that is being recorded
+        self._range: torch.profiler.record_function | None = None  # range of the current step
+        self._first, self._last, self._steps_left = 0, 0, 0  # the profile that is being recorded
 
     def start(self, run: Run) -> None:
         flags, self._run = self._flags, run

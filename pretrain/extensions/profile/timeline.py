@@ -16,8 +16,16 @@ from pretrain.callback import Callback, Run
 from pretrain.distributed.collectives import gather
 from pretrain.engine.phases import new_event
 from pretrain.extensions.profile.extension import ProfileSteps, parse_steps
-from pretrain.extensions.profile.timeline_files import summary_line, svg_of, text_of, trace_of
-from pretrain.extensions.profile.timeline_summary import Instruction, RankInstructions, StepTimeline, step_timelines
+from pretrain.extensions.profile.timeline_summary import (
+    Instruction,
+    RankInstructions,
+    StepTimeline,
+    step_timelines,
+    summary_line,
+    svg_of,
+    text_of,
+    trace_of,
+)
 from pretrain.paths import PROFILES_FOLDER
 
 _CLOCK_READINGS = 9

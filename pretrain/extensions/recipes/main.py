@@ -29,12 +29,11 @@ from pretrain.cli import Parser, path, path_text, say, text, whole_number
 from pretrain.commands.small_runs import Curve, last_step, read_curve, run_subcommand, train_runs
 from pretrain.distributed.device import cpu_name, nvidia_smi
 from pretrain.errors import ConfigError
-from pretrain.extensions.recipes.curves import Result
-from pretrain.extensions.recipes.describe import description
-from pretrain.extensions.recipes.on_gpus import (
+from pretrain.extensions.recipes.describe import (
     check_data,
     check_hashes,
     check_machine,
+    description,
     plan_of,
     prediction_table,
 )
@@ -50,8 +49,8 @@ from pretrain.extensions.recipes.recipe import (
     read_recipe,
     recipe_names,
 )
-from pretrain.extensions.recipes.tables import Activations, Table
-from pretrain.extensions.recipes.verdict import save_plot
+from pretrain.extensions.recipes.results import save_plot
+from pretrain.extensions.recipes.tables import Activations, Result, Table
 from pretrain.stored_json import read_object
 
 _VERSIONS = ("torch", "deepspeed", "transformers", "numpy")
@@ -199,7 +198,7 @@ def _last_steps(scale: Scale, out: Path) -> dict[str, int]:
 
 def _conclude(recipe: Recipe, folder: Path, out: Path, scale: str, *, hashes: dict[str, str],
               seconds: dict[str, float]) -> int:
-    """Print the verdict, write receipt.json and verdict.svg, and return the exit code."""
+    """Print the result, write receipt.json and verdict.svg, and return the exit code."""
     expect, names = recipe.scales[scale].expect, recipe.scales[scale].names()
     curves = {name: read_curve(out / "runs" / name) for name in names}
     results = [each.result(curves) for each in expect]

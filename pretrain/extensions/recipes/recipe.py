@@ -4,7 +4,7 @@
     runs:                                 # in this order; a later entry with the same name continues the run
       - {name: fp32, ranks: 1, flags: {precision: fp32}}
       - {grid: [{w64: {...}, w128: {...}}, {"0.001": {learning_rate: 0.001}, ...}]}    # w64-0.001, ...; see Grid
-    expect: [...]                         # see verdict.py; tables.py for those of a recipe without runs
+    expect: [...]                         # see results.py; tables.py for those of a recipe without runs
     on_gpus: {...}                        # only of recipes for GPUs: see OnGpus
     small:                                # --scale small
       flags: {...}                        # of all runs
@@ -22,8 +22,8 @@ import yaml
 from pretrain.commands.small_runs import Run
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.errors import ConfigError, reason_of, shorten
-from pretrain.extensions.recipes.curves import sweep_of
-from pretrain.extensions.recipes.verdict import Expectation
+from pretrain.extensions.recipes.results import Expectation
+from pretrain.extensions.recipes.tables import sweep_of
 from pretrain.stored_json import build, read_text
 
 FILE = "recipe.yaml"
@@ -84,7 +84,7 @@ class Scale:
     """Runs and what is expected of them: at full scale the published result, at small scale that the files work."""
 
     runs: list[Run | Grid] = field(default_factory=list)
-    flags: dict[str, Any] = field(default_factory=dict)  # of all runs
+    flags: dict[str, Any] = field(default_factory=dict)  # flags of all runs
     flags_from: str = ""  # YAML with further flags of all runs, relative to the recipe
     expect: list[Expectation] = field(default_factory=list)
 
@@ -100,8 +100,8 @@ class Recipe:
     """The content of recipe.yaml."""
 
     title: str
-    source: str  # of the published figures
-    time: str  # of all runs, on which machine
+    source: str  # source of the published figures
+    time: str  # time of all runs, on which machine
     expect: list[Expectation]
     corpus: str = ""  # YAML, relative to the recipe; "" without runs
     runs: list[Run | Grid] = field(default_factory=list)

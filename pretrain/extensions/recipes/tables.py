@@ -4,13 +4,14 @@ The rows are data in recipe.yaml. A `Table` has numbers; `Activations` has formu
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pretrain.commands.small_runs import Curve
 from pretrain.config.layout import Layout
 from pretrain.errors import format_number
-from pretrain.extensions.recipes.curves import Curve, Result
 from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.footprint import GB
 from pretrain.model.config import model_config_from
@@ -19,9 +20,30 @@ from pretrain.model.flops import flops_per_token
 from pretrain.model.layer_memory import block_saved
 from pretrain.model.operator_memory import MicroBatch, hidden_states_bytes
 
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 BILLION = 1e9
 PUBLISHED = "published"  # last column of a table
-_ROUNDING = 1e-9  # of numbers that are compared as printed
+_ROUNDING = 1e-9  # error of numbers that are compared as printed
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of an expectation: whether it is met, in a line of text."""
+
+    is_met: bool
+    text: str
+
+
+def sweep_of(name: str) -> str:
+    """Return the sweep that a run belongs to: its name without the number at the end, such as w64 of w64-0.001."""
+    sweep, _, number = name.rpartition("-")
+    return sweep if sweep and _NUMBER.fullmatch(number) else name
+
+
+def runs_of(sweep: str, curves: Mapping[str, Curve]) -> dict[float, Curve]:
+    """Return the runs SWEEP-NUMBER of a sweep by their numbers, in ascending order."""
+    names = [name for name in curves if sweep_of(name) == sweep != name]
+    return dict(sorted((float(name.rpartition("-")[2]), curves[name]) for name in names))
 
 
 def gpt(layers: int, hidden_size: int, heads: int, vocab_size: int = 51200, seq_length: int = 2048) -> ModelConfig:
@@ -135,7 +157,7 @@ class Formula:
     published: list[float]
     differences: dict[str, list[float]] = field(default_factory=dict)  # what this project does not keep: reason -> list
     tensor_parallel: int = 1
-    recompute: bool = False  # of complete blocks
+    recompute: bool = False  # complete blocks are recomputed
     percent: list[float] = field(default_factory=list)  # published bounds, of the first configuration with ranks
 
     def __post_init__(self) -> None:

@@ -1,10 +1,8 @@
 """A replay trains some steps of a run again, and compares them with what the flight recorder of the run wrote.
 
 - `target.py`: the start that trained the step, the checkpoint to begin with, and the data position.
-- `order.py`: the file that tells the ranks of a replay what to do.
 - `compare.py`: the first difference between two recordings of the same steps.
-- `causes.py`: the kinds of a verdict: what each means, and its remedy.
 - `samples.py`: the samples of a reproducible step that stand out; `sample_passes.py`: the passes over samples.
 - `documents.py`: the documents of these samples, and what is odd about them.
-- `verdict.py`: the verdict, from the differences between the run and its replays, and between the replays.
+- `result.py`: the result, from the differences between the run and its replays, and between the replays.
 """

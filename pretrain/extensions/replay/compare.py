@@ -1,17 +1,90 @@
-"""The first difference between two recordings of the same steps. Pure: no torch, no files."""
+"""Find the first difference between two recordings of the same steps. This module imports no torch and reads no files.
+
+A row has the digest of one step on one rank. A step is a chain of stages, and each stage computes its results from
+those of the stages before it. Two recordings of the same step, on the same rank in the same layout, are compared in
+this order: the first key that differs names the stage in which they part. All checksums and all floats are compared bit
+by bit.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.extensions.replay.digest import STAGES, differing_keys, stage_of
 from pretrain.extensions.replay.record_files import Header, RankRecord
 
+DATA, SETTINGS, RANDOM, WEIGHTS, FORWARD, BACKWARD, REDUCTION, UPDATE = STAGES = (
+    "data", "settings", "random", "weights", "forward", "backward", "reduction", "update")
+
+# key -> (stage, definition); a row has the keys of its step only. Those of the intervals are in rows of the steps of
+# --flight_interval; there, "layer" is a layer of this rank, in the order of the header's `layers`.
+DIGEST = {
+    "samples": (DATA, "[first, end): positions of the step's global batch in the order of the training data"),
+    "tokens": (DATA, "CRC-32 of the tokens, labels and loss weights that this rank was given"),
+    "lr": (SETTINGS, "learning rate of this step"),
+    "loss_scale": (SETTINGS, "of fp16, before this step; otherwise 1"),
+    "random": (RANDOM, "CRC-32 of the states of torch's random number generators, of host and device, before the step"),
+    "weights": (WEIGHTS, "interval: for each layer, checksum of what this rank holds of its parameters, before the "
+                         "step"),
+    "states": (WEIGHTS, "interval: {name: checksum} of this rank's optimizer states, and of its fp32 master weights "
+                        "under `master`, before the step; not with offload to NVMe"),
+    "layers_forward": (FORWARD, "interval: for each layer, checksum of its outputs, over the micro-batches; 0 for a "
+                                "layer without an output of its own"),
+    "operators_forward": (FORWARD, "interval: {name: checksum} of the outputs of the modules inside the layers, such "
+                                   "as `3.mlp.up`, in the order of the computation; not of compiled blocks"),
+    "rank_loss": (FORWARD, "mean loss of this data-parallel rank's tokens"),
+    "layers_backward": (BACKWARD, "interval: for each layer, checksum of the gradients of its outputs, over the "
+                                  "micro-batches"),
+    "operators_backward": (BACKWARD, "interval: {name: checksum} of the gradients of the same outputs, in the order of "
+                                     "the backward pass"),
+    "gradient_bits": (BACKWARD, "interval: for each layer, checksum of the gradients of its parameters before the "
+                                "reduction, over the micro-batches"),
+    "gradients": (BACKWARD, "interval: for each layer, 2-norm of the same gradients, with fp16's loss scale"),
+    "loss": (REDUCTION, "mean loss of the global batch"),
+    "reduced": (REDUCTION, "interval: checksum of this rank's part of the reduced gradients, before clipping"),
+    "grad_norm": (REDUCTION, "2-norm of the reduced gradient of all parameters before clipping"),
+    "skipped": (UPDATE, "why the update was skipped; empty: it was made"),
+    "weights_after": (UPDATE, "interval: `weights`, after the update"),
+    "states_after": (UPDATE, "interval: `states`, after the update"),
+}
+# keys that are recorded, but differ between two recordings of equal steps
+UNCOMPARED = {
+    "step": "number of the step, from 1",
+    "time": "seconds since 1970, at the end of the step",
+    "ms": "milliseconds of this rank's host in the step: without loading data, saves and evaluations",
+}
 # keys that do not depend on the layout, and are computed in another order of operations there
 ANY_LAYOUT = ("samples", "lr", "loss_scale", "loss", "grad_norm", "skipped")
 ROUNDED = {"loss": 1.0, "grad_norm": 10.0}  # key -> factor of the tolerance
 Rows = Mapping[int, Mapping[str, Any]]  # by rank
+
+
+def stage_of(key: str) -> str:
+    """Return the stage of a step that a key of a row shows."""
+    return DIGEST[key][0]
+
+
+def differing_keys(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys that both rows have with different values, in the order of the stages. NaN equals NaN."""
+    shared = [key for key in DIGEST if key in row and key in other]
+    return [key for key in shared if not _equal(row[key], other[key])]
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_equal, value, other))
+    return bool(value == other or (value != value and other != other))
+
+
+def reference() -> str:
+    """Return the keys as Markdown, for `ds-pretrain reference flight`."""
+    from pretrain.commands.reference import code, prose, table
+
+    stages = [("", key, text) for key, text in UNCOMPARED.items()]
+    stages += [(stage, key, text) for key, (stage, text) in DIGEST.items()]
+    return "Each row of `RUN/flight/start_N/rank_R.jsonl` is of one step of a rank. Keys of the same stage of a step " \
+        'are computed together. "interval": the key is in the rows of each `--flight_interval`-th step only.\n\n' + \
+        table(["key", "stage", "definition"], ((code(key), stage, prose(text)) for stage, key, text in stages))
 
 
 @dataclass(frozen=True)
@@ -22,8 +95,8 @@ class Comparison:
     last: int
     headers: dict[int, Header] = field(default_factory=dict)  # by rank, of ranks that both have
     compared: list[int] = field(default_factory=list)  # steps that both have, of at least one rank
-    complete: list[int] = field(default_factory=list)  # of these, the steps with all keys
-    missing_ranks: list[int] = field(default_factory=list)  # of the first recording
+    complete: list[int] = field(default_factory=list)  # the steps with all keys, among these
+    missing_ranks: list[int] = field(default_factory=list)  # missing ranks of the first recording
     step: int | None = None  # the first step with a difference
     differing: dict[int, list[str]] = field(default_factory=dict)  # rank -> keys that differ there
     one: Rows = field(default_factory=dict)  # the rows of this step by rank, in the first recording

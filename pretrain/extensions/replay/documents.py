@@ -23,10 +23,10 @@ from pretrain.errors import printable
 
 _EXCERPT = 160  # characters
 _DECODED_TOKENS = 2048
-_EXAMINED_TOKENS = 2**16  # of a document
-_COMPARED_DOCUMENTS = 64  # of the source, evenly spread
+_EXAMINED_TOKENS = 2**16  # examined tokens of a document
+_COMPARED_DOCUMENTS = 64  # documents of the source, evenly spread
 _FEWEST_TOKENS = 16  # shorter documents have no statistics
-_SEARCHED_BYTES = 2**31  # of the input files
+_SEARCHED_BYTES = 2**31  # searched bytes of the input files
 _PROBE = 48  # characters that are searched for
 _ONE_TOKEN = 0.6  # fraction of a document
 _NO_TEXT = 0.08  # fraction of its characters
@@ -50,9 +50,9 @@ class OddDocument:
 
     sample: int
     document: int  # number in the token file, from 0
-    prefix: str  # of the token file
-    first_token: int  # of the part in the sample, in the .bin
-    tokens: int  # of this part
+    prefix: str  # prefix of the token file
+    first_token: int  # first token of the part in the sample, in the .bin
+    tokens: int  # tokens of this part
     document_tokens: int
     loss: float  # mean, of this part
     excess: float  # nats above the usual loss, in all

@@ -1,22 +1,25 @@
-"""The flight record, recomputation, and replays of a step: flags, the subcommand, rules and notes."""
+"""The flight record, recomputation, and replays of a step: flags, subcommand, rules, and the order for the ranks."""
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.cli import path_text
 from pretrain.config.flags.flag import Flag, Group
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, reason_of
 from pretrain.extension import Command, Extension, Problem, RequestFile
+from pretrain.stored_json import build, read_json
 
 if TYPE_CHECKING:
     from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.plan import Plan
 
+SAMPLES_FILE = "samples.json"  # in the run folder of the replay: SampleReport
 RECORD_FILE = "RECORD"  # in the run folder: the run keeps a copy of the flight record
 GROUP = Group("when something goes wrong")
 _CAUSE = "`ds-pretrain replay {run}@{step}` finds the cause"
@@ -24,8 +27,32 @@ _SAMPLES = "`ds-pretrain replay {run}@{step}` names the samples, and what skippi
 
 
 @dataclass(frozen=True)
+class ReplayOrder:
+    """Steps that a replay trains. It ends after `step`, and neither evaluates nor saves."""
+
+    step: int
+    consumed_samples: int | None = None  # data position of its first step; None: that of the checkpoint
+    vetoed: list[int] = field(default_factory=list)  # steps whose update the run skipped because of a spike
+    cross_check: bool = False  # a micro-batch of each data-parallel rank is computed on the next one, too
+    # examine the samples of `step`, and train it and so many steps after it with and without the odd ones; None: no
+    steps_after: int | None = None
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def read_order(path: Path) -> ReplayOrder:
+    """Read the file. Raises ConfigError."""
+    try:
+        return build(ReplayOrder, read_json(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--replay {path}", problem=f"it cannot be read ({reason_of(error)})",
+                          remedy="`ds-pretrain replay` writes this file, and gives this flag itself") from None
+
+
+@dataclass(frozen=True)
 class Replay:
-    """Records for questions about the steps of a run, and what it computes twice."""
+    """Records of the steps of a run for replays, and micro-batches that it computes twice."""
 
     flight_steps: int = GROUP.flag(
         512, "keep a small record of at least the last N steps of each rank in RUN/flight, from which a step can be "
@@ -37,7 +64,7 @@ class Replay:
         0, "steps between two comparisons of what devices compute: a micro-batch of each data-parallel rank is "
         "computed again on the next one, and compared bit by bit; also before each save; 0: never", low=0,
         repeats=True)
-    replay: str | None = dataclasses.field(  # written by `ds-pretrain replay`: see order.py
+    replay: str | None = dataclasses.field(  # written by `ds-pretrain replay`: see ReplayOrder
         default=None, metadata={"flag": Flag(GROUP, argparse.SUPPRESS, parse=path_text)})
 
 
@@ -64,8 +91,7 @@ def _callbacks(plan: "Plan") -> "Iterator[Callback]":
         from pretrain.extensions.replay.recorder import FlightRecorder
         yield FlightRecorder(steps=flags.flight_steps, interval=flags.flight_interval)
     if flags.replay is not None:
-        from pretrain.extensions.replay.order import read_order
-        from pretrain.extensions.replay.replayed_steps import ReplayedSteps
+        from pretrain.extensions.replay.samples import ReplayedSteps
         yield ReplayedSteps(read_order(Path(flags.replay)))
 
 
@@ -82,4 +108,4 @@ EXTENSION = Extension(
                                        over=("start",))},
     advice={**dict.fromkeys(("corruption", "recomputation"), _CAUSE),
             **dict.fromkeys(("spike", "skip", "not_finite", "rollback", "guard"), _SAMPLES)},
-    reference={"flight": ("Keys of the flight record", "digest:reference")})
+    reference={"flight": ("Keys of the flight record", "compare:reference")})

@@ -26,7 +26,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class Place(NamedTuple):
-    """Where a checksum belongs."""
+    """Place of a checksum."""
 
     direction: str  # FORWARD or BACKWARD
     layer: str  # whose pass computed the value, such as "layer 3 (Block)"
@@ -37,8 +37,8 @@ class Place(NamedTuple):
 class Captured:
     """The first micro-batch of a step on this rank: what it was computed from, and what was computed."""
 
-    inputs: tuple[torch.Tensor, ...]  # of the module
-    labels: tuple[torch.Tensor, ...]  # with their weights, for the loss of the last pipeline stage; otherwise empty
+    inputs: tuple[torch.Tensor, ...]  # inputs of the module
+    labels: tuple[torch.Tensor, ...]  # and weights, on the last pipeline stage; otherwise empty
     seed: torch.Tensor  # gradient with which the backward pass begins
     random: tuple[torch.Tensor, ...]  # states of the random generators before the forward pass, in host memory
     sums: torch.Tensor  # int64, checksums in the order of `FirstMicroBatch.places`
@@ -105,7 +105,7 @@ class FirstMicroBatch:
 
     def watch(self) -> None:
         """Record the first micro-batch of the step that begins now. The next `take` returns it."""
-        self._open.close()  # of a step that failed
+        self._open.close()  # a step has failed
         self._recorder, self._number, self._parts = _Recorder(), 0, dict[str, Any](labels=())
         self._open.enter_context(self._recorded(self._recorder, keeps_gradients=True))
         handles = [self._module.register_forward_pre_hook(self._before_forward),
@@ -232,7 +232,7 @@ class FirstMicroBatch:
                         places.append(Place(BACKWARD, layer, f"the gradient of {name}"))
                         self._gradient_keys.append(name)
             places.append(Place(BACKWARD, layer, "the gradient of its input"))
-            self._gradient_keys.append(number - 1)  # of the previous layer's output, or _INPUT
+            self._gradient_keys.append(number - 1)  # key of the previous layer's output, or _INPUT
         return places
 
     def _sums(self, recorder: _Recorder) -> torch.Tensor:

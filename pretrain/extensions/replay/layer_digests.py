@@ -1,16 +1,20 @@
-"""Digests of what one training step computes, by layer: outputs, gradients of outputs and of parameters, before the
-reduction; and of the reduced gradients. Of the operators inside the layers: outputs, and gradients of outputs.
+"""Digests of what one training step computes, by layer, and the steps that have them.
 
-They are taken by hooks that exist in the recorded steps only, change no value, and do not wait for the device.
+They are checksums of outputs, of gradients of outputs and of parameters before the reduction, and of the reduced
+gradients; inside the layers, of outputs of operators and their gradients. Hooks that exist in the recorded steps only
+compute them. They change no value, and do not wait for the device. With --flight_interval auto, the first steps of a
+start are measured, and all ranks agree on an interval that follows from the cost.
 """
 
 import contextlib
 import time
 from collections.abc import Iterator
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.callback import UpdatePart
@@ -21,6 +25,10 @@ from pretrain.engine.phases import new_event
 from pretrain.engine.update import REDUCED_DIGEST
 
 _PREVIOUS = 3  # factor of the checksum of the micro-batches before: odd, so that no bit is lost modulo 2^64
+LARGEST_COST = 0.002  # fraction of the time of a step
+_LEAST_FOR_ALL_KEYS = 0.0005  # fraction of the time of a step, if the keys of each step alone cost nearly as much
+_FULL = (3, 5)  # steps of this start with all keys; the first one is not measured: it allocates memory
+_DECIDED_AFTER = 8  # steps of this start; the others up to here are measured without these keys
 
 
 class CostTimer:
@@ -59,7 +67,7 @@ class LayerDigests:
     def __init__(self, engine: DeepSpeedEngine, cost: CostTimer) -> None:
         self._engine, self._cost = engine, cost
         parameters = [layer_of(name) for name, _ in engine.module.named_parameters()]
-        self.names = list(dict.fromkeys([*layers_of(engine.module), *parameters]))  # of this rank's layers, in order
+        self.names = list(dict.fromkeys([*layers_of(engine.module), *parameters]))  # this rank's layers, in order
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
@@ -147,3 +155,66 @@ class ReducedDigest(UpdatePart):
         """Return the checksum of the last step: a scalar on the device; None if there was no update."""
         taken, self._sum, self.is_due = self._sum, None, False
         return taken
+
+
+class FlightInterval:
+    """Says which steps have all keys, and chooses the interval.
+
+    Args:
+        given: --flight_interval; None: auto.
+    """
+
+    def __init__(self, given: int | None, device: torch.device) -> None:
+        self.steps = given  # None: not chosen yet
+        self.measured_ms: dict[str, float] = {}  # see Header.measured_ms
+        self._cost_ms = 0.0  # time of the keys of the interval, in a step that has them
+        self._device = device
+        self._trained = 0
+        self._cheap_ms: list[float] = []  # cost of the other keys
+        self._step_ms: list[float] = []  # steps without the keys of the interval
+
+    def is_full(self, step: int) -> bool:
+        """Return whether the next step has all keys. `step`: its number; call it once for each step."""
+        self._trained += 1
+        return self._trained in _FULL if self.steps is None else step % self.steps == 0
+
+    @property
+    def is_measured(self) -> bool:
+        """True during a step whose cost is to be measured."""
+        return self.steps is None and self._trained == _FULL[-1]
+
+    def observe(self, *, step_ms: float, cost_ms: float, is_full: bool) -> bool:
+        """Add a step. Returns whether the interval has just been chosen; then collective."""
+        if self.steps is not None:
+            return False
+        if self.is_measured:
+            self._cost_ms = cost_ms
+        elif self._trained > _FULL[0] and not is_full:
+            self._step_ms.append(step_ms)
+            self._cheap_ms.append(cost_ms)
+        if self._trained < _DECIDED_AFTER:
+            return False
+        own = [self._cost_ms, median(self._cheap_ms), -median(self._step_ms)]
+        worst = torch.tensor(own, dtype=torch.float64, device=self._device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        cost_ms, cheap_ms, negative_step_ms = (round(value, 3) for value in worst.tolist())
+        self.measured_ms = {"step": -negative_step_ms, "each_step": cheap_ms, "interval": cost_ms}
+        self.steps = interval_for(cost_ms, cheap_ms, -negative_step_ms)
+        return True
+
+
+def interval_for(cost_ms: float, cheap_ms: float, step_ms: float) -> int:
+    """Return the smallest of 1, 2, 5, 10, 20 ... with which all keys cost at most LARGEST_COST of the time.
+
+    Args:
+        cost_ms: of the keys of the interval, in a step that has them.
+        cheap_ms: of the other keys, in each step.
+        step_ms: time of a step.
+    """
+    rest_ms = max(LARGEST_COST * step_ms - cheap_ms, _LEAST_FOR_ALL_KEYS * step_ms)
+    power = 1
+    while True:
+        for digit in (1, 2, 5):
+            if cost_ms <= rest_ms * digit * power:
+                return digit * power
+        power *= 10

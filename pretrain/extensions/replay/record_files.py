@@ -1,6 +1,6 @@
 """The files of the flight recorder: RUN/flight/start_N/rank_R.jsonl, of each start and rank. Imports no torch.
 
-The first line of a file is its header. Each further line is the row of one step (digest.py). When a file has as many
+The first line of a file is its header. Each further line is the row of one step (compare.py). When a file has as many
 rows as are to be kept, it replaces `rank_R.previous.jsonl` and a new one begins, so that both files together hold at
 least the last N steps. A row is one `write`: after a kill the kernel still has it.
 """
@@ -23,7 +23,7 @@ _KEPT_STARTS = 3
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank is: the first line of its file. Other versions may have written other fields."""
+    """Description of a rank: the first line of its file. Other versions may have written other fields."""
 
     rank: int
     world_size: int = 0  # 0: unknown

@@ -30,8 +30,7 @@ from pretrain.engine.steps import global_grad_norm, loss_scale, rank_loss
 from pretrain.engine.update_guard import SkippedUpdate, begin_skipped_update
 from pretrain.extensions.replay.extension import RECORD_FILE
 from pretrain.extensions.replay.first_micro_batch import random_states
-from pretrain.extensions.replay.interval import FlightInterval
-from pretrain.extensions.replay.layer_digests import CostTimer, LayerDigests, ReducedDigest
+from pretrain.extensions.replay.layer_digests import CostTimer, FlightInterval, LayerDigests, ReducedDigest
 from pretrain.extensions.replay.record_files import Header, RecordFile, kept_folder, prune_starts, start_folder
 from pretrain.monitor.read_run_folder import newest_start_number
 

@@ -48,8 +48,8 @@ class Batch:
     ids: list[int]  # places of the samples in the order of the data
     tokens_NT: torch.Tensor
     labels_NT: torch.Tensor
-    weights_NT: torch.Tensor  # of the loss; only their proportions matter
-    positions_NT: torch.Tensor | None  # with document attention
+    weights_NT: torch.Tensor  # weights of the loss; only their proportions matter
+    positions_NT: torch.Tensor | None  # None: no document attention
     rows: int  # sequences of a micro-batch
 
     @property
@@ -64,7 +64,7 @@ class Gradient:
 
     loss: float
     norm: float
-    norms: dict[str, float]  # of each parameter, by name; empty: not asked for
+    norms: dict[str, float]  # norms of each parameter, by name; empty: not asked for
 
 
 class SamplePasses:

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from pretrain.callback import Callback, Run, StepResult
 from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.config.plan import Plan
+from pretrain.data.loader import MicroBatch
 from pretrain.data.samples.read_order import ReadOrder, ranges_text, read_order
-from pretrain.extensions.replay.order import SAMPLES_FILE, ReplayOrder
+from pretrain.extensions.replay.extension import SAMPLES_FILE, ReplayOrder
 from pretrain.extensions.replay.sample_passes import Batch, SamplePasses, by_layer
 
 SURE, UNSURE = "sure", "unsure"
@@ -31,7 +33,7 @@ _MOST_FOUND = 8  # samples that are found by halves
 _MOST_REPORTED = 32
 _HIGHEST = 3  # samples that are shown where none stands out
 _SURE, _UNSURE = 12.0, 9.0  # see `strength`
-_SMALLEST_SPREAD = 0.04  # of the logarithm of a loss, or of a gradient norm: 4%
+_SMALLEST_SPREAD = 0.04  # in the logarithm of a loss, or of a gradient norm: 4%
 
 
 @dataclass(frozen=True)
@@ -41,27 +43,27 @@ class OddSample:
     id: int  # its place in the order of the data
     loss: float
     loss_z: float  # distance from the median in robust standard deviations, of the logarithm
-    grad_norm: float  # of the mean loss of the sample alone; NaN: not measured
+    grad_norm: float  # norm for the mean loss of the sample alone; NaN: not measured
     grad_z: float
     certainty: str  # SURE, UNSURE, or "": it does not stand out
-    token_losses: list[float] = field(default_factory=list)  # of each label
+    token_losses: list[float] = field(default_factory=list)  # loss of each label
 
 
 @dataclass(frozen=True)
 class SampleReport:
-    """What `examine_samples` found about a step."""
+    """Findings of `examine_samples` about a step."""
 
     step: int
-    ids: list[int]  # of all samples of the step
-    loss: float  # of the step
+    ids: list[int]  # ids of all samples of the step
+    loss: float  # loss of the step
     grad_norm: float
     usual_loss: float  # median of the reference
-    usual_grad_norm: float  # of a step: median of the neighbouring steps
-    usual_sample_norm: float  # of a single sample
+    usual_grad_norm: float  # norm of a step: median of the neighbouring steps
+    usual_sample_norm: float  # norm of a single sample
     odd: list[OddSample]
     layers: dict[str, list[float]]  # gradient norm of the step by layer, and that of the neighbouring steps
     tensors: dict[str, list[float]]  # the same of each parameter
-    highest: list[OddSample] = field(default_factory=list)  # of highest loss, where none stands out
+    highest: list[OddSample] = field(default_factory=list)  # samples of highest loss, where none stands out
     with_all: list[tuple[float, float]] = field(default_factory=list)
     """loss and gradient norm of the step and of those after it"""
     without_odd: list[tuple[float, float]] = field(default_factory=list)  # the same with the samples left out
@@ -78,7 +80,7 @@ class SampleReport:
 
 def examine_ordered(order: ReplayOrder, engine: DeepSpeedEngine, plan: Plan, step: int, consumed_samples: int,
                     before: Callable[[], None]) -> None:
-    """Before the step in question, examine its samples if the order asks for it: samples.json in the run folder."""
+    """Examine the samples of a step before it is trained, if the order asks for it: RUN/samples.json."""
     if order.steps_after is None or step != order.step:
         return
     report = examine_samples(engine, plan, step=step, consumed_samples=consumed_samples, before=before,
@@ -241,3 +243,31 @@ def strength(loss_z: float, grad_z: float) -> float:
 def _spread(number: int, most: int) -> list[int]:
     """Return at most `most` evenly spread numbers below `number`."""
     return sorted({index * number // min(most, number) for index in range(min(most, number))})
+
+
+class ReplayedSteps(Callback):
+    """Trains some steps of a run again, and ends after the examined step, without a save."""
+
+    order = 5
+
+    def __init__(self, order: ReplayOrder) -> None:
+        self._replay = order
+        self.reads_norm = bool(order.vetoed)
+
+    def start(self, run: Run) -> None:
+        self._run = run
+        if self._replay.consumed_samples is not None:
+            run.consumed_samples = self._replay.consumed_samples
+
+    def before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
+        examine_ordered(self._replay, run.engine, run.plan, run.step, run.consumed_samples,
+                        lambda: run.watchdog.enter("eval", run.step))
+        run.watchdog.enter("step", run.step)
+
+    def rejects(self, scaled_norm: object) -> bool:
+        """Skip the updates that the run skipped because of a spike."""
+        return self._run.step in self._replay.vetoed
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.step == self._replay.step:
+            run.stop("replay", save=False, is_done=True)

@@ -11,7 +11,7 @@ from pretrain.errors import escape_controls, shorten
 from pretrain.stored_json import read_object
 
 _MOST = 50  # results and records; the newest
-_MAX_LINES = 20  # of the evidence
+_MAX_LINES = 20  # lines of observations
 _LONGEST = 300  # characters of a text
 _PLACES = (("step", "step"), ("ranks", "rank"), ("hosts", "host"), ("layer", "layer"), ("operator", "operator"),
            ("stage", "stage of the step"))
@@ -56,7 +56,7 @@ def replays_data(run: Path) -> list[dict[str, Any]]:
 def _verdict(folder: str, record: dict[str, Any]) -> dict[str, Any]:
     inner = record.get("verdict")
     verdict: dict[str, Any] = inner if isinstance(inner, dict) else record
-    step = as_float(record.get("step"))  # that was replayed; the verdict names the one where the replay differs
+    step = as_float(record.get("step"))  # that was replayed; the result names the one where the replay differs
     samples = record.get("samples")
     if not isinstance(samples, dict):
         samples = {}
@@ -93,7 +93,7 @@ def _modified(path: Path) -> int:
 
 
 def _text(value: object, longest: int = _LONGEST) -> str:
-    """Return a value of a verdict as text; "" for None, and a list as its items."""
+    """Return a value of a result as text; "" for None, and a list as its items."""
     if isinstance(value, list):
         value = ", ".join(map(str, value[:_MAX_LINES]))
     return "" if value is None else escape_controls(shorten(str(value), longest))

@@ -26,13 +26,13 @@ class Target:
 
     run: Path
     step: int
-    number: int  # of the start that trained the step: index in run.json
+    number: int  # number of the start that trained the step: index in run.json
     start: dict[str, Any]  # its record in run.json
     checkpoint: Path | None  # None: the beginning of the start, with new or initial weights
     first_step: int  # steps done before the first step of the replay
     consumed_samples: int | None  # data position of the replay's first step; None: the start's own
     recorded: dict[int, RankRecord] = field(default_factory=dict)  # by rank
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # of metrics.jsonl, by step
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # rows of metrics.jsonl, by step
     notes: tuple[str, ...] = ()
     data_problem: str = ""  # why the training data is not that of the start
 

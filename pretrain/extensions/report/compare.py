@@ -105,9 +105,9 @@ class LossDifference:
 
     run: str
     num_steps: int  # logged by both runs
-    first_step: int | None  # with different losses
+    first_step: int | None  # first step with different losses
     first_losses: tuple[float | None, float | None] | None
-    largest_step: int | None  # with the largest absolute difference
+    largest_step: int | None  # step with the largest absolute difference
     largest: float | None
     last_step: int | None  # that both have logged
     last_losses: tuple[float | None, float | None] | None
@@ -118,7 +118,7 @@ class Comparison:
     runs: tuple[str, ...]
     names: tuple[str, ...]
     settings: list[Difference]
-    losses: list[LossDifference]  # of all runs but the first
+    losses: list[LossDifference]  # losses of all runs but the first
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,4 +1,7 @@
-"""The data of the page: curves, events, an overview and the configuration of each run, as JSON values."""
+"""The data of the page: curves, events, an overview and the configuration of each run, as JSON values.
+
+Many rows are reduced to a few points with the minimum, maximum and mean.
+"""
 
 import math
 import time
@@ -7,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.active_extensions import functions
+from pretrain.active_extensions import extensions, functions
 from pretrain.analysis.incidents import incidents_of
 from pretrain.analysis.run_table import (
     Columns,
@@ -23,16 +26,73 @@ from pretrain.analysis.summary import expected_curve, hints_of, newest_compariso
 from pretrain.errors import escape_controls
 from pretrain.extension import Section
 from pretrain.extensions.report.compare import as_text, changes_between, differences, run_names, settings
-from pretrain.extensions.report.reduce import as_numbers, reduce_rows, reduce_segments
 
-MAX_POINTS = 6000  # of each curve, over all runs: the page remains below a few MB
+_MAX_SEGMENTS = 100  # segments of abandoned rows; the newest are kept
+_DIGITS = 7  # significant digits of the points of reduced curves
+MAX_POINTS = 6000  # points of each curve, over all runs: the page remains below a few MB
 _MIN_POINTS = 400
-_MAX_EVENTS = 200  # of a kind
+_MAX_EVENTS = 200  # events of a kind
 _MAX_STARTS = 200
 _MAX_INCIDENTS = 200
 _LONGEST_REASON = 300  # characters
-_NEWEST_ROWS = 50  # of which the overview shows the speed
+_NEWEST_ROWS = 50  # rows whose speed the overview shows
 _EVENT_KEYS = {"time", "event", "step", "reason"}
+
+
+def reduce_rows(columns: dict[str, np.ndarray], limit: int) -> Curves:
+    """Return the rows themselves if there are at most `limit`, else at most a quarter as many buckets of rows.
+
+    Three quarters of the buckets have the same number of rows. The others become smaller towards the first row, so that
+    a logarithmic axis shows the start of a run.
+    """
+    num_rows = len(next(iter(columns.values()), ()))
+    if num_rows <= limit:
+        return Curves(columns)
+    even, fine = max(limit * 3 // 16, 1), max(limit // 16, 1)
+    starts = np.unique(np.concatenate([np.linspace(0, num_rows, even, endpoint=False),
+                                       np.geomspace(1, num_rows, fine, endpoint=False) - 1]).astype(np.int64))
+    curves = Curves({})
+    for key, column in columns.items():
+        low, mean, high = _reduce_column(column, starts)
+        curves.values[key] = mean
+        if np.any((low < high)[np.isfinite(mean)]):
+            curves.low[key], curves.high[key] = low, high
+    return curves
+
+
+def _reduce_column(column: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return minimum, mean and maximum of each bucket without its NaN; NaN if it has only NaN."""
+    finite = np.isfinite(column)
+    counts = np.add.reduceat(finite.astype(np.int64), starts)
+    sums = np.add.reduceat(np.where(finite, column, 0.0), starts)
+    mean = np.divide(sums, counts, out=np.full(len(starts), math.nan), where=counts > 0)
+    low, high = np.fmin.reduceat(column, starts), np.fmax.reduceat(column, starts)
+    return low, np.clip(mean, low, high), high  # the rounding of a sum must not leave the range
+
+
+def reduce_segments(columns: dict[str, np.ndarray], rows: np.ndarray, limit: int) -> Curves:
+    """Return the rows with the numbers `rows` as curves with a gap (NaN) after each segment of consecutive rows."""
+    if len(rows) == 0:
+        return Curves({})
+    segments = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)[-_MAX_SEGMENTS:]
+    total = sum(map(len, segments))
+    parts = [reduce_rows({key: column[segment] for key, column in columns.items()},
+                         max(limit * len(segment) // total, 8)) for segment in segments]
+    gap = np.array([math.nan])
+    return Curves({key: np.concatenate([part for curves in parts for part in (curves.values[key], gap)])
+                   for key in columns})
+
+
+def as_numbers(values: np.ndarray, *, rounded: bool) -> list[float | int | None]:
+    """Return values for JSON: null for NaN, and whole numbers without a decimal point."""
+    numbers: list[float | int | None] = []
+    for value in values.tolist():
+        if not math.isfinite(value):
+            numbers.append(None)
+            continue
+        number = float(f"{value:.{_DIGITS}g}") if rounded else value
+        numbers.append(int(number) if number.is_integer() and abs(number) < 2**53 else number)
+    return numbers
 
 
 class ShownRun(RunTable):
@@ -69,7 +129,21 @@ def page_data(tables: Sequence[ShownRun], *, watch: bool) -> dict[str, Any]:
     runs = [{"name": name, "path": str(table.run), **run_data(table, limit)}
             for name, table in zip(names, tables, strict=True)]
     changed = [[row.section, row.key, *row.values] for row in differences([_newest_record(table) for table in tables])]
-    return {"runs": runs, "differences": changed, "time": time.time(), "watch": watch, "state": state_of(tables)}
+    return {"runs": runs, "differences": changed, "extension_events": _extension_events(),
+            "time": time.time(), "watch": watch, "state": state_of(tables)}
+
+
+def _extension_events() -> dict[str, int]:
+    """Return event of an extension -> index of EVENT_STYLES in page/series.js.
+
+    0 is a problem that lasts, 1 one that is over at once, and 2 the end of a problem.
+    """
+    found: dict[str, int] = {}
+    for each in extensions():
+        for event, problem in each.problems.items():
+            found |= {end: 2 for end in problem.over or () if end in each.events}
+            found[event] = 1 if problem.over is None else 0
+    return found
 
 
 def state_of(tables: Sequence[ShownRun]) -> str:

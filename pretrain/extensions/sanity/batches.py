@@ -24,8 +24,8 @@ _ROWS = 8
 class SmallBatch:
     """A few short rows, which are the same in all layouts."""
 
-    micro_batches: list[MicroBatch]  # of this rank
-    tokens_RT: Tensor  # of all rows, on every rank
+    micro_batches: list[MicroBatch]  # micro batches of this rank
+    tokens_RT: Tensor  # tokens of all rows, on every rank
 
     def shuffled(self, generator: torch.Generator) -> list[MicroBatch]:
         """Replace the tokens of each micro-batch by tokens of the rows in a random order. The labels do not change.

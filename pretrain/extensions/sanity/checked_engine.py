@@ -66,7 +66,7 @@ class Gradients:
 
     loss: float  # mean of the global batch
     norm: float  # global norm, as the engine reports it
-    norms: dict[str, float]  # of each parameter on any rank, by name; NaN: the parameter has no gradient
+    norms: dict[str, float]  # norms of each parameter on any rank, by name; NaN: the parameter has no gradient
     kept: dict[str, torch.Tensor]  # the gradients of the parameters of this rank that were asked for
 
 

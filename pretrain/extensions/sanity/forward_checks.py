@@ -21,17 +21,17 @@ from pretrain.engine.examine import layers_of
 from pretrain.engine.steps import eval_batch, train_batch
 from pretrain.extensions.sanity.batches import half_labels, only_at, with_labels, with_tokens
 from pretrain.extensions.sanity.checked_engine import CheckedEngine
-from pretrain.extensions.sanity.result import Result, not_made
+from pretrain.extensions.sanity.extension import Result, not_made
 from pretrain.model.layers.vocabulary import Head
 
 _LOSS_MARGIN = 0.25  # nats
 _LARGEST_LOSS = 1.5  # times ln(V)
 _FUTURE = 1e-5  # relative change of a loss that counts as rounding
 _DIFFERENCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}  # relative, of losses in another division of the batch
-# of activations: initial weights give 0.001 to 10 in all families; outputs of published ones can be a thousand
+# largest activations: initial weights give 0.001 to 10 in all families; outputs of published ones can be a thousand
 _RMS, _LOADED_RMS = (1e-4, 100.0), (1e-5, 1e4)
-_SAMPLES = 64  # of each data set
-_SOURCES = 8  # of a blend
+_SAMPLES = 64  # samples of each data set
+_SOURCES = 8  # sources of a blend
 
 
 def check_initial_loss(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:

@@ -13,9 +13,9 @@ from pretrain.analysis.svg import save_svg
 
 SMOOTHING = 0.8  # weight of the earlier losses in the moving average
 DIVERGED = 1.2  # the run has diverged if its loss is this multiple of the lowest smoothed one
-_LEAST_FALL = 0.02  # of the first loss: a smaller fall of the average, as with random tokens, is none
+_LEAST_FALL = 0.02  # fraction of the first loss: a smaller fall of the average, as with random tokens, is none
 _SAFETY = 10.0  # the suggested rate is at most the rate of divergence divided by this
-_ROWS = 20  # of the printed table
+_ROWS = 20  # rows of the printed table
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,8 @@ def _sanity_run(words: list[str], world: World) -> int:
     start = check_start(parse_arguments(rest), world_size=world.size, device=device)
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
-    from pretrain.extensions.sanity.result import as_json, failed_checks, print_table
-    from pretrain.extensions.sanity.run_checks import run_checks
-    from pretrain.extensions.sanity.trial_run import trial_run
+    from pretrain.extensions.sanity.extension import as_json, failed_checks, print_table
+    from pretrain.extensions.sanity.run_checks import run_checks, trial_run
 
     with trial_run(start, world, f"ds-pretrain sanity --overfit_steps {known.overfit_steps}") as (plan, build):
         results = run_checks(plan, build, steps=known.overfit_steps,
@@ -90,7 +89,7 @@ def _find_lr_run(words: list[str], world: World) -> int:
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
     from pretrain.engine.build import deepspeed_output
-    from pretrain.extensions.sanity.trial_run import sweep, trial_run
+    from pretrain.extensions.sanity.run_checks import sweep, trial_run
 
     program = f"ds-pretrain find-lr --from {own.low:g} --to {own.high:g} --steps {own.steps}"
     with trial_run(start, world, program) as (plan, build), deepspeed_output(start.plan.args.deepspeed_log_level):

@@ -17,14 +17,14 @@ from pretrain.engine.optimizer import peak_learning_rate
 from pretrain.errors import format_number
 from pretrain.extensions.sanity.batches import SmallBatch
 from pretrain.extensions.sanity.checked_engine import CheckedEngine, Gradients
-from pretrain.extensions.sanity.result import Result, not_made
+from pretrain.extensions.sanity.extension import Result, not_made
 
-REAL_STEPS = 2  # with the run's batches, before the training on one small batch
+REAL_STEPS = 2  # steps with the run's batches, before the training on one small batch
 _REPORTED_STEPS = 10  # steps between two reports of the progress
 _FASTER, _SLOWER = 1.15, 0.5  # factors of the rate after a lower and a higher loss
 _LEARNED = 0.05  # nats above the lowest possible loss
 _STALLED_STEPS, _STALLED = 100, 0.99  # the training ends if the loss does not fall by this factor in so many steps
-_SATURATED = 0.9  # of a cap of the logits, which tanh reaches slowly
+_SATURATED = 0.9  # fraction of a cap of the logits, which tanh reaches slowly
 _PROBE = 1e-4  # rate of the step that measures the size of an update, which is proportional to the rate
 _SMALLEST_UPDATE, _LARGEST_UPDATE = 1e-5, 0.5  # relative; AdamW's first update has 0.01 to 0.1 at usual rates
 _TRAINED_UPDATES = 3e-3, 0.1  # relative; updates at which the checks train
@@ -34,7 +34,7 @@ _LOWEST_RATIO, _HIGHEST_RATIO = 0.75, 1.33  # a wrong scale differs by a factor 
 # nats, of the finite difference: above the rounding of a 16-bit loss. The smaller ones are for a steep loss, whose
 # third derivative makes the first difference too small: the error falls with the square
 _LOSS_CHANGES = 0.05, 0.0125, 0.003
-_KEPT_FRACTION = 0.5  # of the squared norm: enough of it
+_KEPT_FRACTION = 0.5  # enough of the squared norm
 _LARGEST_SPREAD = 1e4  # between the gradient norms of two layers; at initialization, 20 to 100 are usual
 _MOST_NAMED = 4
 

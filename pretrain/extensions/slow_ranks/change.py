@@ -22,7 +22,7 @@ REMEDIES = {
     LINK: "look at its network interface, cable and switch",
     UNKNOWN: "look at the machine"}
 _LEAVE_OUT = "`--exclude_stragglers` leaves the host out at the next start"
-_MOST = 0.5  # of the additional time, that a cause must explain
+_MOST = 0.5  # fraction of the additional time that a cause must explain
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Change:
     stage: int | None  # pipeline stage, if all of its ranks are slow
     whole_hosts: bool  # all ranks of the hosts are slow
     kind: str
-    ratio: float  # of the own times, relative to the reference
+    ratio: float  # ratio of the own times, relative to the reference
     since: int  # step of the first row that shows it
-    step: int  # of the newest row
+    step: int  # step of the newest row
     steps: int  # that show it
     evidence: str
 

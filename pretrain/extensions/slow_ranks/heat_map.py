@@ -17,7 +17,7 @@ import numpy as np
 from pretrain.errors import escape_controls, shorten
 from pretrain.monitor.read_run_folder import Tail, is_number
 
-COLUMNS, ROWS = 400, 200  # of the map at most
+COLUMNS, ROWS = 400, 200  # largest map
 LOWEST, HIGHEST = 0.5, 8.0  # ratios at the ends of the scale
 PHASES = ("data", "forward", "backward", "optimizer", "other")  # own work; in `reduce_wait` a rank waits for others
 _MAX_STARTS = 100  # the newest are kept
@@ -112,7 +112,7 @@ class HeatMap:
                 "rows": [[int(group[0]), int(group[-1]) + 1, places[group[0]][0]] for group in groups],
                 "ratio": _encoded(_as_codes(ratio)), "highest": _encoded(_as_codes(highest)),
                 "phase": _encoded(phase), "slowest": _slowest(ratio, highest, member, phase, columns, layouts, places),
-                # with one rank in each row, it is always the first one
+                # if each row has one rank, it is always the first one
                 "member": _encoded(member) if len(groups) < len(places) else None}
 
 

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import Work
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, REDUCE, WAIT, PhaseTimers
 from pretrain.extensions.slow_ranks.rank_times import TIMES
 
-# of ProcessGroup: those that torch's functions call; a version of torch may lack some
+# methods of ProcessGroup that torch's functions call; a version of torch may lack some
 _OPERATIONS = ("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
                "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "recv", "reduce",
                "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter", "send", "_allgather_base",
@@ -142,7 +142,7 @@ class HostLoad(NamedTuple):
     cpu_ms: float = 0.0  # computed
     run_delay_ms: float = 0.0  # ready to run, while other threads had the CPU
     throttled_ms: float = 0.0  # in which the control group was over its CPU quota
-    read_bytes: float = 0.0  # of this process, that came from a disk
+    read_bytes: float = 0.0  # bytes that this process has read from a disk
     gpu_slowed: float = 0.0  # readings at which the GPU ran below its clock because of heat or power
 
     def since(self, earlier: "HostLoad") -> "HostLoad":

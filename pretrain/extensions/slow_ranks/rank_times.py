@@ -34,7 +34,7 @@ LOAD = {
     "gpu_slowed": "fraction of the readings at which its GPU ran below its clock because of heat or power",
 }
 _KEYS = (*TIMES, *LOAD)
-NUM_VALUES = len(_KEYS)  # of a rank, in the order of TIMES and LOAD
+NUM_VALUES = len(_KEYS)  # values of a rank, in the order of TIMES and LOAD
 _MOST_NUMBERS = 64  # ranks that each logged step gets a row for; with more ranks, a row has the mean of several
 
 

@@ -25,7 +25,7 @@ BLOCK_S = 2.0
 _LONG = 3  # a block that takes this times as long as usual counts as so many: rows of very slow steps are rare
 LEFT_OUT = 2  # first rows of a start, with compilation and warm-up
 _MOST_EACH_BLOCK = 64  # ranks that are looked at after each block; with more, every second or later one: it costs time
-SMALLEST_COST = 0.05  # of a step, that the others wait for the rank
+SMALLEST_COST = 0.05  # fraction of a step that the others wait for the rank
 
 
 def peers_of(places: Sequence[Place]) -> list[np.ndarray]:

@@ -16,14 +16,14 @@ from pretrain.monitor.noise import error_of_mean
 WINDOW = 16  # newest blocks
 LONGEST = 256  # newest blocks that are kept
 _FEWEST_ROWS, _OBVIOUS_S = 8, 60.0  # blocks of an obvious difference: those of this time, at least 8, at most WINDOW
-_MOST_OF, _NEARLY_ALL = 0.75, 0.875  # of the newest blocks, that must show a difference: a short blip does not
+_MOST_OF, _NEARLY_ALL = 0.75, 0.875  # fractions of the newest blocks that must show a difference: a blip does not
 _SPREADS, _OBVIOUS_SPREADS = 3.0, 5.0  # that a difference must exceed
 _ERRORS = 5.0  # standard errors that the mean of two columns' difference must exceed
 _SMALLEST_RATIO, _OBVIOUS_RATIO = math.log(1.15), math.log(2)
 # A stage that takes this times as long as its share of the FLOPs was slow from the start. Embeddings, the loss and
 # small matrices make healthy stages differ by less.
 _MOST_BY_DESIGN = math.log(2.2)
-_MARGIN = 1.25  # for the smaller one of two estimates of a spread
+_MARGIN = 1.25  # factor of the smaller one of two estimates of a spread
 _STD_OF_MEDIAN = 1.4826  # standard deviation of a normal distribution / its median deviation
 
 
@@ -96,7 +96,7 @@ def significant(excess: np.ndarray, imbalance: float = 0.0) -> list[tuple[int, f
         excess: [blocks, columns].
         imbalance: logarithm of the ratio that is no sign of a slow rank.
     """
-    fewest = (2 if excess.shape[1] > 2 else 3) * WINDOW  # of two columns, only time shows the spread
+    fewest = (2 if excess.shape[1] > 2 else 3) * WINDOW  # if there are two columns, only time shows the spread
     if len(excess) < fewest or not excess.any():
         return []
     newest, earlier = excess[-WINDOW:], excess[:-WINDOW]
@@ -121,7 +121,7 @@ def obvious(excess: np.ndarray, seconds: float, imbalance: float = 0.0) -> list[
     if columns > 2:
         return _above(newest, np.maximum(_OBVIOUS_SPREADS * _spread_of_others(excess), _OBVIOUS_RATIO) + imbalance,
                       _NEARLY_ALL)
-    # of two columns, no other one shows the spread: the mean of the newest blocks must be far above its own error
+    # no third column shows the spread: the mean of the newest blocks must be far above its own error
     return [(column, level) for column, level in _above(newest, np.full(2, _OBVIOUS_RATIO + imbalance), _NEARLY_ALL)
             if newest[:, column].mean() - imbalance > _ERRORS * error_of_mean(newest[None, :, column])]
 

@@ -11,8 +11,14 @@ from typing import Any
 from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, text, whole_number
 from pretrain.cluster.hosts.remote import default_transport
 from pretrain.errors import ConfigError
-from pretrain.extensions.supervise import launch_command
-from pretrain.extensions.supervise.choose_hosts import SupervisorSettings
+from pretrain.extensions.supervise.next_start import (
+    SupervisorSettings,
+    hostfile_of,
+    hosts_of,
+    launcher_host_flags,
+    run_folder,
+    with_separator,
+)
 from pretrain.extensions.supervise.supervisor import supervise
 from pretrain.terminal import print_line
 
@@ -58,15 +64,15 @@ def main() -> int:
     if end == len(words) and not {"-h", "--help"} & set(words):
         raise ConfigError("command line", problem="`--` is missing before COMMAND",
                           remedy="write `ds-pretrain supervise [flags] -- COMMAND...`")
-    args, command = parser.parse_args(words[:end]), launch_command.with_separator(words[end + 1:])
+    args, command = parser.parse_args(words[:end]), with_separator(words[end + 1:])
     if not command:
         raise ConfigError("command line", problem="COMMAND is missing",
                           remedy="write `ds-pretrain supervise [flags] -- COMMAND...`")
-    hostfile = launch_command.hostfile_of(command, args.hostfile)
+    hostfile = hostfile_of(command, args.hostfile)
     if hostfile is not None:
-        launch_command.hosts_of(command, hostfile)  # validate the hostfile before the run folder is created and locked
-    settings = SupervisorSettings(command=command, run=launch_command.run_folder(command, args.save), hostfile=hostfile,
-                                  transport=default_transport(launch_command.launcher_host_flags(command).ssh_port),
+        hosts_of(command, hostfile)  # validate the hostfile before the run folder is created and locked
+    settings = SupervisorSettings(command=command, run=run_folder(command, args.save), hostfile=hostfile,
+                                  transport=default_transport(launcher_host_flags(command).ssh_port),
                                   exclude_stragglers=args.exclude_stragglers,
                                   **{name: getattr(args, name) for name in _FLAGS})
     return supervise(settings, _print_line)

@@ -30,15 +30,17 @@ from pretrain.cluster.outcome import (
     shell_exit_code,
 )
 from pretrain.errors import CRASHED, FINISHED, NO_RESTART, STOPPED, ConfigError, counted
-from pretrain.extension import SUPERVISOR
-from pretrain.extensions.supervise import launch_command
-from pretrain.extensions.supervise.choose_hosts import (
+from pretrain.extensions.supervise.next_start import (
     HostChoice,
     PrintLine,
     SupervisorSettings,
+    check_can_lose_hosts,
     choose_hosts,
     hosts_of_run,
+    identity,
     newest_run_record,
+    run_arguments,
+    run_setting,
 )
 from pretrain.extensions.supervise.supervisor_files import RestartLog, StartRecord, SupervisorLock, rank_0_on_this_host
 from pretrain.paths import STOP_FILE
@@ -62,16 +64,16 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
     if settings.min_hosts is not None:
         if settings.hostfile is None:
             raise ConfigError("--min_hosts", problem="this flag needs a --hostfile")
-        launch_command.check_can_lose_hosts(settings.command)
+        check_can_lose_hosts(settings.command)
     lock = SupervisorLock(settings.run)
     if not lock.command_runs:
         reject_second_start(settings.run)
         _reject_running_ranks(settings)
     log = RestartLog(settings.run)
     become_subreaper()
-    args = read_patiently(settings.run, lambda: launch_command.run_arguments(settings.command, settings.run),
+    args = read_patiently(settings.run, lambda: run_arguments(settings.command, settings.run),
                           otherwise=None)
-    with around_run(args, SUPERVISOR), SignalRecorder() as signals:
+    with around_run(args, "the supervisor"), SignalRecorder() as signals:
         try:
             code, outcome = _restart_until_done(settings, lock, log, signals, print_line)
         except ConfigError as error:
@@ -281,7 +283,7 @@ def _planned_steps(settings: SupervisorSettings) -> int | None:
     """
     record, given = newest_run_record(settings.run) or {}, dict[str, str | None]()
     with contextlib.suppress(ConfigError):  # the file of --config cannot be read now
-        given = {name: launch_command.run_setting(settings.command, name) for name in ("train_steps", "exit_step")}
+        given = {name: run_setting(settings.command, name) for name in ("train_steps", "exit_step")}
     limits = [int(str(value)) for value in (given.get("train_steps") or record.get("train_steps"),
                                             given.get("exit_step")) if str(value).isdecimal()]
     return min(limits) if limits else None
@@ -291,7 +293,7 @@ def _ranks_on_hosts(settings: SupervisorSettings, action: str) -> dict[str, list
     """Call `ranks_on` for all hosts of the hostfile, or for this host if there is no hostfile."""
     hosts = [LOCAL] if settings.hostfile is None else \
         read_patiently(settings.run, lambda: hosts_of_run(settings), otherwise=dict[str, int]())
-    return ranks_on(hosts, action, launch_command.identity(settings.command), settings.transport)
+    return ranks_on(hosts, action, identity(settings.command), settings.transport)
 
 
 def _end_remaining_ranks(settings: SupervisorSettings) -> None:

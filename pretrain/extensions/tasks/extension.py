@@ -1,8 +1,10 @@
-"""Scores of lm-eval's tasks, of checkpoints and inside a run, and texts of the model: flags, rules, and rows."""
+"""Scores of lm-eval's tasks, of checkpoints and inside a run, and texts of the model: flags, rules, rows."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pretrain.cli import path_text
 from pretrain.config.flags.flag import Group
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
+    from pretrain.extensions.tasks.task_files import TaskFlags
 
 GROUP = Group("evaluation and logging")
 TASK_FLAGS = ("eval_tasks_folder", "eval_tasks_fewshot", "eval_tasks_limit", "eval_tasks_interval")
@@ -87,6 +90,33 @@ def _rules(plan: "Plan") -> "Iterator[Rule]":
                remedy="give the --tokenizer with which the data was prepared")
 
 
+def task_flags_of_run(flags: Tasks) -> "TaskFlags":
+    """Return the tasks that the flags of a run choose. Raises ConfigError if they name none."""
+    from pretrain.extensions.tasks.task_files import TaskFlags
+
+    names = tuple(filter(None, (flags.eval_tasks or "").split(",")))
+    if not names:
+        raise ConfigError("--eval_tasks", problem="it names no task", remedy="give names such as hellaswag,arc_easy")
+    folder = None if flags.eval_tasks_folder is None else Path(flags.eval_tasks_folder)
+    return TaskFlags(names, folder, flags.eval_tasks_fewshot, flags.eval_tasks_limit, tasks_flag="--eval_tasks",
+                     folder_flag="--eval_tasks_folder", fewshot_flag="--eval_tasks_fewshot")
+
+
+@functools.cache
+def find_run_tasks(flags: Tasks) -> Any:
+    """Return lm-eval's TaskManager for the tasks of a run. Raises ConfigError: see `find_tasks`."""
+    from pretrain.extensions.tasks.task_files import find_tasks
+
+    return find_tasks(task_flags_of_run(flags))
+
+
+def _prepare(plan: "Plan") -> None:
+    """Find the tasks; `RunTasks` finds them again, in no time. Raises ConfigError."""
+    flags = plan.args.of(Tasks)
+    if flags.eval_tasks is not None:
+        find_run_tasks(flags)
+
+
 def _callbacks(plan: "Plan") -> "Iterator[Callback]":
     """Yield the parts of a run. Their modules import torch: each is imported if the run has it."""
     flags = plan.args.of(Tasks)
@@ -100,9 +130,9 @@ def _callbacks(plan: "Plan") -> "Iterator[Callback]":
 
 EXTENSION = Extension(
     "tasks", "Scores tasks of lm-eval, of a checkpoint or while a run trains, and shows texts of the model.",
-    settings=Tasks, check=_check, rules=_rules, prepare="find_tasks:prepare", callbacks=_callbacks,
+    settings=Tasks, check=_check, rules=_rules, prepare=_prepare, callbacks=_callbacks,
     extends={"evaluate": "checkpoint_tasks:add_flags"}, files=(PREDICTIONS_FILE,),
-    section="section:Texts", section_files=("section.js",),
+    section="predictions:Texts", section_files=("section.js",),
     events={"tasks_failed": ("", "lm-eval could not score `--eval_tasks`; the run continues")},
     problems={"tasks_failed": Problem("lm-eval could not score the tasks: {reason}", "look at the terminal's output")},
     rows={"Rows of the scores of --eval_tasks": TASK_ROW, f"Rows of {PREDICTIONS_FILE}": PREDICTION_ROW})

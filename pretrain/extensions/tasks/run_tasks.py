@@ -27,8 +27,7 @@ from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.token_scores import score_tokens
 from pretrain.errors import ConfigError
-from pretrain.extensions.tasks.extension import Tasks
-from pretrain.extensions.tasks.find_tasks import find_run_tasks, task_flags_of_run
+from pretrain.extensions.tasks.extension import Tasks, find_run_tasks, task_flags_of_run
 from pretrain.extensions.tasks.task_files import (
     Scores,
     first_line,
@@ -171,7 +170,7 @@ class RunTasks(Callback):
             for name, counts in results["n-samples"].items():  # groups have none
                 scores[name]["questions"] = counts["effective"]
             return scores, ""
-        except Exception as error:  # of lm-eval, or of a metric: it must not end the run
+        except Exception as error:  # raised by lm-eval or a metric: it must not end the run
             return {}, f"lm-eval cannot evaluate: {first_line(error)}"
         finally:
             self._batches.put(None)  # otherwise all ranks would wait for a batch forever

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.parts import Result
 from pretrain.extensions.translate.settings import Settings
 from pretrain.model.config import model_config_from
 from pretrain.model.description import ModelConfig
@@ -32,7 +32,7 @@ _WORDS = {"norm_bias": "biases of norms", "qkv_bias": "biases of queries, keys a
 def write_model(settings: Settings, result: Result, wanted: Wanted, is_listed: Callable[[str], bool]) -> None:
     """Write the config.json of the first family that computes the wanted model.
 
-    is_listed: whether a setting of `wanted` gets a verdict. Dropouts for which the family has no key become flags.
+    is_listed: whether a setting of `wanted` gets a row. Dropouts for which the family has no key become flags.
     Raises ConfigError if no family computes the model.
     """
     fields = {name: value for name, (value, _) in wanted.items() if name not in _DROPOUTS}

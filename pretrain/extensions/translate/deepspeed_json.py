@@ -9,7 +9,7 @@ from pretrain.config.ds_json.optimizers import SCHEDULERS, optimizer_params
 from pretrain.config.ds_json.read import DsFile, parse_ds_config, read_ds_config
 from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, UNREAD, Key, Tree
 from pretrain.errors import ConfigError
-from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.parts import Result
 from pretrain.extensions.translate.settings import Settings
 
 # Keys that other programs write into their blocks, and that DeepSpeed does not read: "fp16": true inside of "fp16" in

@@ -6,11 +6,10 @@ from typing import Any
 
 from pretrain.errors import ConfigError
 from pretrain.extensions.translate import parts
-from pretrain.extensions.translate.copied_flags import copy_flags
 from pretrain.extensions.translate.deepspeed_json import take_json_file
+from pretrain.extensions.translate.flags import Rates, batch_stages, copy_flags, write_schedule
 from pretrain.extensions.translate.megatron_model import experts_of, write_megatron_model
-from pretrain.extensions.translate.result import Result
-from pretrain.extensions.translate.schedules import Rates, batch_stages, write_schedule
+from pretrain.extensions.translate.parts import Result
 from pretrain.extensions.translate.settings import OFF, Settings
 
 _OPTIMIZERS = {"adam": "AdamW", "lion": "Lion", "muon": "Muon", "sgd": "SGD"}

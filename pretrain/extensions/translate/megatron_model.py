@@ -4,7 +4,7 @@ from typing import Any
 
 from pretrain.errors import ConfigError
 from pretrain.extensions.translate.architecture import GPT2_TOKENS, Wanted, padded_vocabulary, qk_norm, write_model
-from pretrain.extensions.translate.result import Result
+from pretrain.extensions.translate.parts import Result
 from pretrain.extensions.translate.settings import OFF, Settings
 
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "rotary": "rope",

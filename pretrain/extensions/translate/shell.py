@@ -63,11 +63,11 @@ class Script:
     variables: dict[str, str | list[str]] = field(default_factory=dict)  # a list: an array
     written: dict[str, str | None] = field(default_factory=dict)  # path -> text; None: not known
     commands: list[Command] = field(default_factory=list)
-    unclear: dict[str, Lines] = field(default_factory=dict)  # of a variable or a path
+    unclear: dict[str, Lines] = field(default_factory=dict)  # variables and paths
     outputs: dict[str, Lines] = field(default_factory=dict)  # variables that are the output of a command
     _blocks: list[_Block] = field(default_factory=list)
-    _touched: Lines = field(default_factory=dict)  # of all that the current statement has used
-    _truth: bool | None = True  # of the last condition; None: not known
+    _touched: Lines = field(default_factory=dict)  # all that the current statement has used
+    _truth: bool | None = True  # value of the last condition; None: not known
     _stream: str | None = None  # output of the last command of a pipeline
     _length: int = 0  # characters of all expanded texts
 

@@ -4,11 +4,9 @@ import json
 
 from pretrain.errors import ConfigError
 from pretrain.extensions.translate import parts
-from pretrain.extensions.translate.copied_flags import copy_flags
-from pretrain.extensions.translate.result import Result
-from pretrain.extensions.translate.schedules import Rates, write_schedule
-from pretrain.extensions.translate.settings import OFF, Settings
-from pretrain.extensions.translate.tables import flavor_of
+from pretrain.extensions.translate.flags import Rates, copy_flags, write_schedule
+from pretrain.extensions.translate.parts import Result
+from pretrain.extensions.translate.settings import OFF, Settings, flavor_of
 from pretrain.model.config import find_config, model_config_from
 
 _OPTIMIZERS = {"AdamW": "AdamW", "Adam": "Adam"}

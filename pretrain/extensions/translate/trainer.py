@@ -9,10 +9,9 @@ from pretrain.config.trainer_schedules import NAMES as SCHEDULES
 from pretrain.config.trainer_schedules import schedule_flags
 from pretrain.errors import ConfigError
 from pretrain.extensions.translate import parts
-from pretrain.extensions.translate.copied_flags import copy_flags
 from pretrain.extensions.translate.deepspeed_json import take_json_file, take_named_json
-from pretrain.extensions.translate.result import Result
-from pretrain.extensions.translate.schedules import Rates, write_schedule
+from pretrain.extensions.translate.flags import Rates, copy_flags, write_schedule
+from pretrain.extensions.translate.parts import Result
 from pretrain.extensions.translate.settings import OFF, Settings, as_number
 from pretrain.model.config import find_config, model_config_from
 from pretrain.model.config_keys import parse_overrides, read_config_json

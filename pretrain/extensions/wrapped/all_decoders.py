@@ -18,7 +18,7 @@ from typing import Any
 
 from pretrain.child import child_command
 from pretrain.errors import ConfigError, shorten
-from pretrain.extensions.wrapped.model_types import their_model_types
+from pretrain.extensions.wrapped.extension import their_model_types
 from pretrain.extensions.wrapped.parts import UnknownPartsError
 from pretrain.extensions.wrapped.prove import Proof, UnprovenError, prove, tiny_config
 from pretrain.extensions.wrapped.tiny import tiny_copy
@@ -65,7 +65,7 @@ class Verdict:
     own_family: bool = False  # trains as one of FAMILIES
     wrapped: bool = False  # trains with transformers' modules
     reason: str = ""  # why one of the two does not
-    layers: int = 0  # of the tiny copy
+    layers: int = 0  # layers of the tiny copy
     without_gradient: tuple[str, ...] = ()  # parameters that the loss does not depend on
     bf16_problem: str = ""  # if it is wrapped: why it trains in fp32 only
     seconds: float = 0.0
@@ -116,7 +116,7 @@ def _reason(error: BaseException) -> str:
 
 def prove_all(model_types: Sequence[str], *, seconds: float = _SECONDS,
               proof: Callable[[str], Verdict] = prove_model_type) -> Iterator[Verdict]:
-    """Yield the verdict of each model_type, in the order in which they end. A crash or hang of one is its verdict.
+    """Yield the result of each model_type, in the order in which they end. A crash or hang is a result, too.
 
     Args:
         seconds: limit of each proof.
@@ -138,7 +138,7 @@ def prove_all(model_types: Sequence[str], *, seconds: float = _SECONDS,
 
 
 def fork_proofs(descriptor: int) -> None:
-    """Run the proofs of the request that a connection holds, each in a fork of this process, and send the verdicts."""
+    """Run the proofs of the request that a connection holds, each in a fork of this process, and send the results."""
     for name in _PRELOADED:
         importlib.import_module(name)  # a proof then takes 0.5 s instead of 6 s
     with multiprocessing.connection.Connection(descriptor) as connection:
@@ -184,7 +184,7 @@ def _verdict_of_child(name: str, process: Any, receiver: Any, *, has_ended: bool
 
 
 def _prove_in_child(model_type: str, sender: Any, proof: Callable[[str], Verdict]) -> None:
-    """Send the verdict. Memory is limited, so that a model with a large buffer is a verdict too."""
+    """Send the result. Memory is limited, so that a model with a large buffer has a result, too."""
     from transformers import logging
 
     logging.set_verbosity_error()
@@ -198,7 +198,7 @@ def _prove_in_child(model_type: str, sender: Any, proof: Callable[[str], Verdict
 
 if __name__ == "__main__":
     from pretrain.extensions.wrapped import (
-        all_decoders,  # not __main__: verdicts are pickled by the name of their module
+        all_decoders,  # not __main__: results are pickled by the name of their module
     )
 
     all_decoders.fork_proofs(int(sys.argv[1]))

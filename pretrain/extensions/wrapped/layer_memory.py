@@ -38,8 +38,8 @@ def measured_bytes(config: ModelConfig, decoder: "Decoder", batch: MicroBatch) -
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from pretrain.extensions.wrapped.carried import width_at
-    from pretrain.extensions.wrapped.specs import wrapped_specs
+    from pretrain.extensions.wrapped.modules import wrapped_specs
+    from pretrain.extensions.wrapped.runner import width_at
     from pretrain.memory.storage_tracker import StorageTracker
     from pretrain.model.parameters import DTYPES
     from pretrain.model.recompute import Recompute

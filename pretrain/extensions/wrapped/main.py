@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pretrain.cli import Parser, text
 from pretrain.errors import REJECTED, ConfigError
-from pretrain.extensions.wrapped.model_types import their_model_types
+from pretrain.extensions.wrapped.extension import their_model_types
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.families import FAMILIES
 from pretrain.paths import check_file
@@ -30,7 +30,7 @@ _BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"
 
 
 def main() -> int:
-    """Print the lists, or the verdicts. Return 2 if a named model_type cannot be trained."""
+    """Print the lists, or the results. Return 2 if a named model_type cannot be trained."""
     parser = Parser(description="List families and presets. With --prove: prove on tiny copies that decoders of the "
                                 "installed transformers train as transformers' own, with equal losses and gradients.")
     parser.add_argument("--prove", nargs="*", type=text, metavar="MODEL_TYPE",
@@ -68,7 +68,7 @@ def _lists() -> list[str]:
 
 
 def _prove(names: list[str]) -> "list[Verdict]":
-    """Prove the model types, and print each verdict when it is there. The result is sorted by name."""
+    """Prove the model types, and print each result when it is there. The result is sorted by name."""
     known = sorted(their_model_types())
     for name in names:
         if name not in known:

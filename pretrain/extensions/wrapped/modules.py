@@ -1,4 +1,4 @@
-"""Layers of a pipeline or plain module that compute with transformers' own modules (decoder.py).
+"""Layers of a pipeline or plain module that compute with transformers' own modules (decoder.py), and their specs.
 
 Each layer takes one tensor: token ids or hidden states. What the model's forward function does between the modules is
 executed by that function itself, with the modules of this layer in their places.
@@ -7,21 +7,32 @@ Shapes: B batch, T positions, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from pretrain.extensions.wrapped.carried import DIGITS, Carried, digits_of, ids_of, pack, unpack
-from pretrain.extensions.wrapped.decoder import Decoder, replace_parameter, token_ids_like
-from pretrain.extensions.wrapped.find_layers import own_name, persistent_buffers
+from pretrain.extensions.wrapped.decoder import Decoder, own_name, persistent_buffers, replace_parameter, token_ids_like
 from pretrain.extensions.wrapped.parts import bound_arguments
-from pretrain.extensions.wrapped.runner import Handler, Stop, move_buffers
-from pretrain.model.description import Layer
-from pretrain.model.layers.vocabulary import Labels, TrainingLoss
+from pretrain.extensions.wrapped.runner import (
+    DIGITS,
+    Carried,
+    Handler,
+    Stop,
+    digits_of,
+    ids_of,
+    move_buffers,
+    pack,
+    unpack,
+)
+from pretrain.model.description import Layer, ModelConfig
+from pretrain.model.layers.vocabulary import Head, Labels, LossHead, TrainingLoss, tied_head, tied_loss_head
 from pretrain.model.parameters import create_parameters
+from pretrain.model.recompute import Recompute
 
 
 class _Created(nn.Module):
@@ -227,3 +238,29 @@ def tied_logits_head(embedding: Embedding, x: torch.Tensor, labels: Labels | Non
         return embedding.loss.of_logits(x, labels)
     logits_BTV = final_logits(embedding.decoder, embedding(x))
     return logits_BTV if labels is None else embedding.loss.of_logits(logits_BTV, labels)
+
+
+def wrapped_specs(config: ModelConfig, decoder: Decoder, *, ends_in_loss: bool, loss: TrainingLoss | None,
+                  recompute: Recompute) -> list[LayerSpec]:
+    """List the specs of the wrapped layers. The arguments are those of layer_specs.build_specs."""
+    specs: list[LayerSpec] = []
+    for layer in config.layers():
+        if layer.kind == "block":
+            index = len(specs) - 1 - decoder.parts.changes_embedding
+            specs.append(LayerSpec(DecoderLayer, decoder, layer, index, recompute.part_of(index)))
+        elif layer.kind == "norm":
+            specs.append(LayerSpec({"EmbeddingNorm": Prologue, "FinalNorm": Epilogue}[layer.class_name], decoder,
+                                   layer))
+        elif layer.tied:
+            of_head: Any = tied_loss_head if ends_in_loss else tied_head
+            if not decoder.parts.plain_head:
+                of_head = partial(tied_logits_head, ends_in_loss=ends_in_loss)
+            specs.append(TiedLayerSpec("embed", Embedding, decoder, layer, loss, tied_weight_attr="embedding",
+                                       forward_fn=of_head if layer.kind == "head" else None))
+        elif layer.kind == "embedding":
+            specs.append(LayerSpec(Embedding, decoder, layer, loss))
+        elif decoder.parts.plain_head:
+            specs.append(LayerSpec(LossHead if ends_in_loss else Head, config, layer, loss))
+        else:
+            specs.append(LayerSpec(LogitsHead, decoder, layer, loss, ends_in_loss=ends_in_loss))
+    return specs

@@ -6,7 +6,7 @@ list returns new random hidden states. The list is the one of the decoder layers
 exactly once, in order, with the hidden states that the module before it returned.
 
 The other arguments of the decoder layers (masks, rotary tables ...) are compared between runs with other random values.
-Those that depend on the token ids are carried from layer to layer (carried.py). None may depend on the hidden states.
+Those that depend on the token ids are carried from layer to layer (runner.py). None may depend on the hidden states.
 """
 
 import inspect
@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.extensions.wrapped.carried import Carried
-from pretrain.extensions.wrapped.runner import Handler, Runner
+from pretrain.extensions.wrapped.runner import Carried, Handler, Runner
 
 # How a decoder layer may return the hidden states, in the order in which this is tried.
 _ITEMS = (0, 1, 2, 3)  # 0: as a tensor, otherwise as the first item of a tuple of this length
-_BATCH, _LENGTH = 2, 8  # of the random token ids
+_BATCH, _LENGTH = 2, 8  # shape of the random token ids
 
 
 class UnknownPartsError(Exception):
@@ -36,16 +35,16 @@ class UnknownPartsError(Exception):
 class Parts:
     """Paths of modules in transformers' model, in the order of their calls."""
 
-    embedding: str  # of the tokens
-    prologue: tuple[str, ...]  # with parameters, between the embedding and the first decoder layer
+    embedding: str  # module of the tokens' embedding
+    prologue: tuple[str, ...]  # modules with parameters, between the embedding and the first decoder layer
     changes_embedding: bool  # whether the first decoder layer gets something else than the output of the embedding
     blocks: tuple[str, ...]  # decoder layers
-    epilogue: tuple[str, ...]  # with parameters, between the last decoder layer and the head: the final norm
+    epilogue: tuple[str, ...]  # modules with parameters, between the last decoder layer and the head: the final norm
     head: str
     tied: bool  # whether the embedding and the head share their matrix
     returned_items: int  # 0: a decoder layer returns a tensor; otherwise the length of a tuple that begins with it
     plain_head: bool  # whether the logits are what the head returns: no scale, no soft-capping
-    hidden_shape: tuple[int, ...]  # of the hidden states, after batch and positions: several streams have 2 dimensions
+    hidden_shape: tuple[int, ...]  # after batch and positions: several streams have 2 dimensions
     carried: tuple[Carried, ...]  # the last used one first
 
     @property
@@ -67,9 +66,9 @@ class _Calls:
     """The calls of modules in one run of the forward function."""
 
     order: list[str] = field(default_factory=list)  # paths of the called modules
-    # of decoder layers: the hidden states; of other modules: all arguments
+    # the hidden states of decoder layers, and all arguments of other modules
     entered: dict[str, Any] = field(default_factory=dict)
-    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)  # of decoder layers: all others, by name
+    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)  # all others of decoder layers, by name
     returned: dict[str, Any] = field(default_factory=dict)
     logits: Any = None
 

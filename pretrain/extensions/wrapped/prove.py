@@ -37,8 +37,8 @@ from pretrain.model.recompute import Recompute
 from pretrain.model.run_layers import run_layers
 
 TOLERANCE = 1e-5
-_PRECISION = 1e-7  # of fp32: a difference that counts is larger than this part of the complete gradient's norm
-_BF16_TOLERANCE = 0.05  # of the loss in bf16, relative to fp32
+_PRECISION = 1e-7  # that of fp32: a difference that counts is larger than this part of the complete gradient's norm
+_BF16_TOLERANCE = 0.05  # difference of the loss in bf16, relative to fp32
 _CHANGED_TOKENS = 5  # at the end of the samples, for the test of causality
 _IGNORED = -100  # label without loss, of transformers
 Tensors = dict[str, torch.Tensor]
@@ -52,7 +52,7 @@ class UnprovenError(Exception):
 class Proof:
     """The result of a proof that succeeded."""
 
-    loss: float  # of transformers' model
+    loss: float  # loss of transformers' model
     difference: float  # largest relative difference of a gradient
     num_layers: int
     num_gradients: int

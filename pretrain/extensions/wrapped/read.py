@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, closest, shorten
-from pretrain.extensions.wrapped.decoder import Decoder, decoder_from
-from pretrain.extensions.wrapped.find_layers import first_size
+from pretrain.extensions.wrapped.decoder import Decoder, decoder_from, first_size
 from pretrain.extensions.wrapped.parts import UnknownPartsError
 from pretrain.extensions.wrapped.wrapped_decoder import WrappedDecoder
 from pretrain.model.config_keys import (

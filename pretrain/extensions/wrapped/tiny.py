@@ -25,7 +25,7 @@ BATCH, TOKENS = 2, 22  # shape of the samples of the proof; longer than the wind
 _VOCABULARY, _HIDDEN, _HEADS, _HEAD, _WINDOW, _POSITIONS, _LARGEST_DEPTH = 100, 64, 4, 16, 8, 64, 16
 
 _NARROWEST = 4  # elements of the narrowest part of a copy whose widths are divided
-_MOST_PARAMETERS = 10**8  # of a copy: its proof takes a minute
+_MOST_PARAMETERS = 10**8  # most parameters of a copy: its proof takes a minute
 # keys of the number of layers
 _LAYERS = re.compile("num_hidden_layers|n_layers?|num_layers|num_blocks|(decoder|encoder)_layers|"
                      "num_(decoder|encoder)_layers|num_layers_per_stack")
@@ -197,7 +197,7 @@ def tiny_copies(config: PretrainedConfig, model_class: Any = None) -> Iterator[P
             model = create_skeleton(narrow, model_class)
             copied = type(config).from_dict(_cut(narrow.to_dict(), config.sub_configs, model))
             is_small = rules is _rule or _num_parameters(create_skeleton(copied, model_class)) <= _MOST_PARAMETERS
-        except Exception as error:  # of transformers, or of the user's code
+        except Exception as error:  # raised by transformers, or by the user's code
             first_error = first_error or error
             continue
         if is_small and (values := copied.to_dict()) not in found:

@@ -2,25 +2,46 @@
 
 import itertools
 import json
+import random
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
+from pretrain.data.prepare.document_step import DocumentStep
+from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 
 TOOL = Path(__file__).parents[3] / "tools" / "prepare_data.py"
 SOURCES = sorted((Path(json.__file__).parent).glob("*.py"))
 TEXTS = [path.read_text(encoding="utf-8") for path in SOURCES] + ["one line", "ünï\u2581cödé \u2028 😀\r\n", "\n\n"]
+WORDS = sorted({word for path in SOURCES for word in re.findall(r"[a-z]{3,}", path.read_text())})
 ENDINGS = ("bin", "idx", "meta.json", "sha256.json", "summary.json")
 
 
 def jsonl(path: Path, texts: list[str], key: str = "text") -> str:
     path.write_text("".join(json.dumps({key: text, "other": 1}) + "\n" for text in texts), encoding="utf-8")
     return str(path)
+
+
+def sentence(generator: random.Random, num_words: int) -> list[str]:
+    return generator.choices(WORDS, k=num_words)
+
+
+def edited(words: list[str], fraction: float, generator: random.Random) -> list[str]:
+    """Replace, remove or insert a fraction of the words."""
+    result: list[str] = []
+    for word in words:
+        kind = generator.choice(["replace", "remove", "insert"]) if generator.random() < fraction else "keep"
+        result += {"replace": [generator.choice(WORDS)], "remove": [], "insert": [word, generator.choice(WORDS)],
+                   "keep": [word]}[kind]
+    return result
 
 
 def word_tokenizer(folder: Path, vocab_size: int) -> Path:
@@ -51,6 +72,23 @@ def documents(prefix: Path, tokenizer: Tokenizer, *, bos: int | None = None, eod
 def output(prefix: Path) -> dict[str, bytes]:
     """Return the files of a prepared data set, apart from PREFIX.sha256.json, which has modification times."""
     return {ending: Path(f"{prefix}.{ending}").read_bytes() for ending in ENDINGS if ending != "sha256.json"}
+
+
+def content(out: Path) -> dict[str, bytes]:
+    """Return the files of a data set; of .sha256.json all but the modification times, which are checked here."""
+    hashes = read_hashes(hashes_path(out))
+    assert hashes is not None
+    assert hashes.describes_bin(Path(f"{out}.bin").stat())
+    assert hashes.describes_idx(Path(f"{out}.idx").stat())
+    return {**output(out), "sha256.json": repr((hashes.sha256, hashes.blocks, hashes.idx_sha256)).encode()}
+
+
+def merge_shards_of(out: Path | str, *, steps: Sequence[DocumentStep] | None = None, overwrite: bool = False) -> None:
+    """Merge the shards of a preparation. Skips the test if the extension that does so is not there."""
+    found = pytest.importorskip("pretrain.extensions.merge_split.open_shards")
+    merge = pytest.importorskip("pretrain.extensions.merge_split.merge_shards").merge_shards
+    merge(str(out), found.open_shards(found.named_shards(str(out), [])), steps=steps, overwrite=overwrite,
+          advance=lambda count, note: None)
 
 
 def run_tool(*words: str, **options: str) -> subprocess.CompletedProcess[str]:

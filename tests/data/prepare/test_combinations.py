@@ -12,23 +12,19 @@ import pyarrow.parquet as pq
 import pytest
 
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare.fill_in_middle import KNOWN_NAMES, FillInMiddle
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
 from pretrain.data.prepare.summary import summary_text
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.hub_dataset import DatasetName
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
-from tests.data.prepare.helpers import SOURCES
-from tests.data.prepare.test_near_duplicates import edited, sentence
+from tests.data.prepare.helpers import SOURCES, content, edited, merge_shards_of, sentence
+from tests.data.prepare.steps import Length, Shout
 from tests.data.prepare.test_resume import in_child, kill_at_call
-from tests.data.prepare.test_shards import content
 from tests.data.prepare.urls import put_folder
 from tests.support.stores import s3_server
 
-ALL = PrepareSettings(ReadSettings(skip_errors=True), deduplicate=True, near_duplicates="remove",
-                      fill_in_middle=FillInMiddle(0.7, 0.5, 3))
+ALL = PrepareSettings(ReadSettings(skip_errors=True), deduplicate=True, steps=[Length(), Shout()])
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +62,9 @@ def parquet(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fim_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+def special_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(train_sentencepiece([str(path) for path in SOURCES], tmp_path_factory.mktemp("tok"), vocab_size=600,
-                                   special_tokens=KNOWN_NAMES[0]).path)
+                                   special_tokens=("<a>", "<b>")).path)
 
 
 @pytest.fixture(scope="module")
@@ -79,21 +75,21 @@ def s3(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("source", ["files", "s3", "dataset"])
-@pytest.mark.parametrize("near", ["remove", "count", None])
-def test_merged_shards_of_any_source(source: str, near: str | None, corpus: Path, parquet: Path, fim_tokenizer: str,
+@pytest.mark.parametrize("exact", ["remove", "count", ""])
+def test_merged_shards_of_any_source(source: str, exact: str, corpus: Path, parquet: Path, special_tokenizer: str,
                                      s3: str, tmp_path: Path) -> None:
-    settings = replace(ALL, near_duplicates=near, deduplicate=near is None)
+    settings = replace(ALL, steps=[Length(exact), Shout()], deduplicate=not exact)
     inputs = {"files": [str(corpus), str(parquet)], "s3": [s3], "dataset": DatasetName(str(parquet.parent))}[source]
-    prepare(inputs, tokenizer=fim_tokenizer, out=str(tmp_path / "single"), settings=settings, workers=1)
+    prepare(inputs, tokenizer=special_tokenizer, out=str(tmp_path / "single"), settings=settings, workers=1)
     expected, out = content(tmp_path / "single"), str(tmp_path / "out")
     summary = json.loads(expected["summary.json"])
-    assert summary["fill_in_middle"]["documents"] > 30
+    assert summary["documents"] > 50
     assert summary["skipped_documents"] >= 4
     for index in range(3):
         shard = Shard(index, 3)
 
         def make(shard: Shard = shard) -> None:
-            prepare(inputs, tokenizer=fim_tokenizer, out=out, settings=settings, workers=1, shard=shard,
+            prepare(inputs, tokenizer=special_tokenizer, out=out, settings=settings, workers=1, shard=shard,
                     seconds_between_states=0)
 
         if source != "dataset":
@@ -101,15 +97,14 @@ def test_merged_shards_of_any_source(source: str, near: str | None, corpus: Path
         make()
         make()  # it is complete
         assert json.loads(Path(f"{shard.prefix(out)}.meta.json").read_text())["num_documents"] > 20  # files are divided
-    shards = open_shards(named_shards(out, []) or [])
-    merge_shards(out, shards, overwrite=False, advance=lambda count, note: None)
+    merge_shards_of(out, steps=settings.steps)
     merged = content(tmp_path / "out")
     assert [name for name in expected if merged[name] != expected[name]] == []
 
 
-def test_all_flags_and_kills(corpus: Path, parquet: Path, fim_tokenizer: str, tmp_path: Path) -> None:
+def test_all_flags_and_kills(corpus: Path, parquet: Path, special_tokenizer: str, tmp_path: Path) -> None:
     """Shards give the same as one preparation, which gives the same after any kill."""
-    tokenizer, settings = fim_tokenizer, ALL
+    tokenizer, settings = special_tokenizer, ALL
     inputs = [str(corpus), str(parquet)]
     prepare(inputs, tokenizer=tokenizer, out=str(tmp_path / "single"), settings=settings, workers=2)
     expected, out = content(tmp_path / "single"), str(tmp_path / "out")
@@ -124,27 +119,26 @@ def test_all_flags_and_kills(corpus: Path, parquet: Path, fim_tokenizer: str, tm
     assert content(tmp_path / "out") == expected
     for index in range(2):
         make(f"{out}2", Shard(index, 2))
-    merge_shards(f"{out}2", open_shards(named_shards(f"{out}2", []) or []), overwrite=False,
-                 advance=lambda count, note: None)
+    merge_shards_of(f"{out}2", steps=settings.steps)
     assert content(tmp_path / "out2") == expected
 
 
-def test_what_another_version_left_is_replaced_with_a_note(corpus: Path, tmp_path: Path, fim_tokenizer: str,
+def test_what_another_version_left_is_replaced_with_a_note(corpus: Path, tmp_path: Path, special_tokenizer: str,
                                                            capsys: pytest.CaptureFixture[str]) -> None:
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / "state.json").write_text(json.dumps({"version": 1, "finished": False, "sizes": {"tokens": 4}}))
     (partial / "tokens").write_bytes(b"1234")
     for name in ("out", "single"):
-        prepare([str(corpus)], tokenizer=fim_tokenizer, out=str(tmp_path / name), settings=ALL, workers=1)
+        prepare([str(corpus)], tokenizer=special_tokenizer, out=str(tmp_path / name), settings=ALL, workers=1)
         noted = f"{partial} is of another version of this program: begins again" in capsys.readouterr().err
         assert noted == (name == "out")
     assert content(tmp_path / "out") == content(tmp_path / "single")
 
 
-def test_an_empty_shard_has_a_summary(fim_tokenizer: str, tmp_path: Path) -> None:
+def test_an_empty_shard_has_a_summary(special_tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("def f(x):\n    return x\n")
     for index in range(2):
-        prepare([str(tmp_path / "a.txt")], tokenizer=fim_tokenizer, out=str(tmp_path / "out"), settings=ALL, workers=1,
-                shard=Shard(index, 2))
+        prepare([str(tmp_path / "a.txt")], tokenizer=special_tokenizer, out=str(tmp_path / "out"), settings=ALL,
+                workers=1, shard=Shard(index, 2))
         assert f"documents          {1 - index}\n" in summary_text(tmp_path / f"out.shard-0000{index}-of-00002")

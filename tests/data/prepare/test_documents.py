@@ -10,8 +10,8 @@ import pytest
 
 import pretrain.data.prepare.tokenize_batch
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare.duplicates import seen_digests, slot_table
-from pretrain.data.prepare.duplicates.seen_digests import SeenDigests
+from pretrain.data.prepare import hash_tables
+from pretrain.data.prepare.hash_tables import SeenDigests
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.summary import read_summary, summary_text
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
@@ -211,8 +211,8 @@ def random_digests(generator: np.random.Generator, count: int, different: int) -
 @pytest.mark.parametrize("small_table_bytes", [1 << 25, 0])
 def test_finds_the_same_as_a_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_table_bytes: int) -> None:
     """With 0 bytes, the pages of the table are given back to the kernel after each batch."""
-    monkeypatch.setattr(slot_table, "_SMALL_TABLE_BYTES", small_table_bytes)
-    monkeypatch.setattr(seen_digests, "_BATCH", 64)
+    monkeypatch.setattr(hash_tables, "_SMALL_TABLE_BYTES", small_table_bytes)
+    monkeypatch.setattr(hash_tables, "_BATCH", 64)
     generator = np.random.default_rng(1)
     log, known = tmp_path / "log", set()
     log.touch()
@@ -240,6 +240,6 @@ def test_a_full_disk_is_an_error_and_no_signal(tmp_path: Path, monkeypatch: pyte
     def no_space(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(slot_table.os, "posix_fallocate", no_space)
+    monkeypatch.setattr(hash_tables.os, "posix_fallocate", no_space)
     with pytest.raises(OSError, match="No space left"):
         SeenDigests(tmp_path / "table", tmp_path / "log", num_logged=0)

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.text_inputs.chunk import LONG_BYTES, ReadSettings
 from tests.data.prepare.helpers import TEXTS as SHORT
+from tests.data.prepare.helpers import merge_shards_of
 from tests.data.prepare.hub_jobs import ROOT, Jobs, hub_jobs
 from tests.support.dataset_hub import TOKEN, DatasetHub, Repository, dataset_hub
 
@@ -176,7 +176,7 @@ def test_all_shards_read_the_commit_of_the_first_one(hub: DatasetHub, jobs: Jobs
     assert jobs.run("org/moving", out, shard=(0, 2)) == ""  # it is complete
     assert jobs.run("org/moving", out, shard=(1, 2)) == ""
     assert jobs.run("org/moving", out, shard=(0, 2), overwrite=True) == ""
-    merge_shards(str(out), open_shards(named_shards(str(out), []) or []), overwrite=False, advance=lambda *_: None)
+    merge_shards_of(out)
     assert tokens(out) == local([moving.commits[OLD] / "train.jsonl"], tmp_path / "local")
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 import pretrain.data.text_inputs.reader
-from pretrain.data.prepare.merge_shards import merge_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
 from pretrain.data.prepare.summary import read_summary, summary_text
 from pretrain.data.prepare.text_quality import FIELDS, is_sampled, measure, quality_summary, sampled_fraction
 from pretrain.data.tokenizers.tokenizer import Tokenizer
-from tests.data.prepare.helpers import TEXTS, jsonl, output
+from tests.data.prepare.helpers import TEXTS, jsonl, merge_shards_of, output
 
 
 def counts(text: str) -> dict[str, int]:
@@ -64,9 +63,9 @@ def test_samples_are_small_and_near_their_fraction() -> None:
 def test_sources_are_the_words_of_the_command_line(tmp_path: Path, tokenizer: Tokenizer,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """With workers, small batches and shards, counts and statistics are the same. Only a sample is measured."""
-    from pretrain.data.prepare import sources
+    from pretrain.data.prepare import text_quality
 
-    monkeypatch.setattr(sources, "sampled_fraction", lambda num_bytes, num_sources: 0.6)
+    monkeypatch.setattr(text_quality, "sampled_fraction", lambda num_bytes, num_sources: 0.6)
     monkeypatch.setattr(pretrain.data.text_inputs.reader, "CHUNK_BYTES", 8192)
     (tmp_path / "folder").mkdir()
     for start, name in enumerate("ab"):
@@ -83,8 +82,7 @@ def test_sources_are_the_words_of_the_command_line(tmp_path: Path, tokenizer: To
     for shard in shards:
         prepare(words, tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), settings=settings, workers=1,
                 shard=shard)
-    merge_shards(str(tmp_path / "out"), open_shards([shard.prefix(str(tmp_path / "out")) for shard in shards]),
-                 overwrite=False, advance=lambda count, note: None)
+    merge_shards_of(tmp_path / "out")
     assert results[0] == results[1] == output(tmp_path / "out")
     summary = read_summary(tmp_path / "out")
     rows = summary["sources"]

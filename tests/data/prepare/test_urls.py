@@ -19,7 +19,6 @@ import pretrain.data.text_inputs.reader
 import pretrain.remote
 from pretrain.commands.new.answers import data_of
 from pretrain.data.prepare.document_writer import DocumentWriter
-from pretrain.data.prepare.merge_shards import merge_shards, named_shards, open_shards
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
 from pretrain.data.text_inputs.block_reader import CopiedReader
@@ -28,7 +27,7 @@ from pretrain.data.text_inputs.url_files import StoredFile
 from pretrain.data.token_files.indexed_dataset import read_meta
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
-from tests.data.prepare.helpers import TOOL
+from tests.data.prepare.helpers import TOOL, merge_shards_of
 from tests.data.prepare.urls import FORMATS, SEPARATED, hashes, name_in, prepared, put_folder, write_corpus
 from tests.support.dataset_hub import TOKEN, DatasetHub, Repository, dataset_hub
 from tests.support.range_server import Server, counting_proxy, etag_of, range_server
@@ -75,7 +74,7 @@ def test_shards_of_a_store_give_the_bytes_of_local_files(corpus: Path, s3: str, 
     for index in range(3):
         prepare(["s3://bucket/corpus"], tokenizer="bytes", out=out, settings=SEPARATED, workers=1,
                 shard=Shard(index, 3))
-    merge_shards(out, open_shards(named_shards(out, []) or []), overwrite=False, advance=lambda count, note: None)
+    merge_shards_of(out)
     assert hashes(tmp_path / "out") == prepared([str(corpus)], tmp_path / "single")
     prepare(["s3://bucket/corpus"], tokenizer="bytes", out=f"{out}1", settings=SEPARATED, workers=1)
     for ending in ("meta.json", "summary.json"):
@@ -94,7 +93,7 @@ def test_all_shards_read_the_commit_of_the_first_one(hub: DatasetHub, corpus: Pa
     make(0)  # it is complete
     make(1)
     make(0, overwrite=True)
-    merge_shards(out, open_shards(named_shards(out, []) or []), overwrite=False, advance=lambda count, note: None)
+    merge_shards_of(out)
     assert hashes(tmp_path / "out") == prepared([str(corpus)], tmp_path / "single")
 
 

@@ -43,6 +43,10 @@ def make_rejected() -> Callable[[int], int]:
     raise ConfigError("--tokenizer x", problem="it is damaged")
 
 
+def make_failed() -> Callable[[int], float]:
+    return lambda number: 1 / (number - 7)
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
     found = list(map_in_order(functools.partial(make_square, 0.1), iter(range(25)), workers))
@@ -96,3 +100,10 @@ def is_running(pid: int) -> bool:
         return Process(pid).status() != STATUS_ZOMBIE
     except NoSuchProcess:
         return False
+
+
+def test_an_exception_in_a_worker_is_not_reported_as_a_kill(capfd: pytest.CaptureFixture[str]) -> None:
+    """It may come from the code of an extension of the user."""
+    with pytest.raises(ConfigError, match=r"--workers: one of 2 worker processes failed with the error above\."):
+        list(map_in_order(make_failed, iter(range(25)), 2))
+    assert "ZeroDivisionError" in capfd.readouterr().err

@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.merge_split import open_checked
 from pretrain.data.token_files import index_file
 from pretrain.data.token_files.check_hashes import find_hashes, hash_if_fast
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
-from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, open_checked
 from pretrain.data.token_files.inspect_files import measure_lengths
 from pretrain.data.token_files.writer import IndexedWriter, write_index
 from pretrain.errors import ConfigError
@@ -26,7 +25,7 @@ from tests.support.sparse_data import write_sparse_data
 
 _OPEN = r"""
 import re, sys, time
-from pretrain.data.token_files.indexed_dataset import IndexedDataset
+from pretrain.data.token_files.indexed_dataset import IndexedDataset, open_checked
 from pretrain.data.samples.shuffled import ShuffledWindows
 start = time.perf_counter()
 data = ShuffledWindows(IndexedDataset(sys.argv[1]), seq_length=2048, seed=1)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.prepare.python_corpus import python_corpus
+from pretrain.commands.corpus import python_corpus
 from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from pretrain.data.prepare.python_corpus import python_corpus
+from pretrain.commands.corpus import python_corpus
 from pretrain.data.tokenizers import sentencepiece_encoder, word_cache
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece

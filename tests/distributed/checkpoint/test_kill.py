@@ -2,7 +2,7 @@
 
 All losses and the final state must equal an undisturbed run's, bit for bit. `pytest -m slow` kills the runs of
 each layout, with synchronous and with background saves, 7 times at random and once after each sub-step of the commit.
-By default, two runs are killed 3 times each; tests/extensions/supervise/chaos kills another run in many ways.
+By default, two runs are killed 3 times each.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One rank of the tests of --compile_blocks and --fp8: train, and count graphs and kept weights."""
+"""One rank of the tests of compiled blocks and of other products: train, and count graphs and kept weights."""
 
 import functools
 from typing import Any

@@ -7,7 +7,7 @@ Keys of FAULTS.json, all optional:
     set          {"module:name": value of this variable}
     flip_bit_at  step before which the last rank flips a bit of a weight's copy. At ZeRO-0 nothing overwrites the copy:
                  each rank updates its own
-    lie          a layer of one rank that computes wrongly; see recompute_worker.py
+    call         ["module:function", argument]: called with the engine and the argument before the first step
     signal_at    [number of a signal, step before which the last rank sends it to itself]
     pause_s      seconds without work before each step, of a run that trains until something happens
 """
@@ -26,7 +26,6 @@ from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process import end_process
 from pretrain.train import main
 from tests.distributed.workers.worker import flip_bit
-from tests.extensions.replay.workers.recompute_worker import lie
 
 LAST_RANK = int(os.environ["WORLD_SIZE"]) - 1
 
@@ -50,9 +49,9 @@ def spoil(factors: dict[int, float], rank: int | None) -> None:
     Loader.step = spoiled  # type: ignore[method-assign]
 
 
-def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None, fault: dict[str, Any] | None,
+def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None, call: tuple[str, Any] | None,
                   pause_s: float) -> None:
-    """Flip a bit, send a signal or wait before a step; or let a layer compute wrongly from the first step on."""
+    """Flip a bit, send a signal or wait before a step; or call a function before the first step."""
     train_batch = step_loop.train_batch
 
     def disturbed(engine: Any, micro_batches: list[MicroBatch]) -> Any:
@@ -60,8 +59,9 @@ def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None, fa
             flip_bit(engine, "mlp.up.weight", bit=20)
         if signal_at and engine.global_steps + 1 == signal_at[1] and int(os.environ["RANK"]) == LAST_RANK:
             os.kill(os.getpid(), signal_at[0])
-        if fault and engine.global_steps == 0:
-            lie(engine, fault)
+        if call and engine.global_steps == 0:
+            module, _, name = call[0].partition(":")
+            getattr(importlib.import_module(module), name)(engine, call[1])
         time.sleep(pause_s)
         return train_batch(engine, micro_batches)
 
@@ -71,7 +71,7 @@ def disturb_steps(flip_bit_at: int | None, signal_at: tuple[int, int] | None, fa
 if __name__ == "__main__":
     faults = json.loads(Path(sys.argv[1]).read_text())
     spoil({int(first): float(factor) for first, factor in faults.get("factors", {}).items()}, faults.get("rank"))
-    disturb_steps(faults.get("flip_bit_at"), faults.get("signal_at"), faults.get("lie"), faults.get("pause_s", 0.0))
+    disturb_steps(faults.get("flip_bit_at"), faults.get("signal_at"), faults.get("call"), faults.get("pause_s", 0.0))
     for path, value in faults.get("set", {}).items():
         set_variable(path, value)
     if faults.get("kill_in"):

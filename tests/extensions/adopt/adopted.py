@@ -27,7 +27,7 @@ from tests.support.layouts import relative_difference
 from tests.support.wrapped_models import ARE_WRAPPED, WRAPPED_MODELS
 
 SAVED, STEPS, BATCH, SEQ_LENGTH = 6, 12, 8, 64  # steps before the checkpoint, in total; samples; tokens
-RANKS = 2  # of the original program
+RANKS = 2  # ranks of the original program
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-4}
 
 _SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -76,13 +76,13 @@ PIPELINE = Layout("2 pipeline stages", 2, {**zero(1).blocks, "pipeline": {"stage
 class Original:
     """A run of another program, as a case of other_programs.py, and the layouts in which it continues here."""
 
-    source: str  # for the table
+    source: str  # shown in the table
     model: str
     precision: str
     layouts: tuple[Layout, ...]  # the first one is that of the original
     case: Json  # without name, model and samples
     accepted: tuple[str, ...] = ()  # losses
-    flags: Json = field(default_factory=dict)  # of the resumed run, besides those of run.yaml
+    flags: Json = field(default_factory=dict)  # flags of the resumed run, besides those of run.yaml
     worker: str = "other_programs.py"  # program that trains the original
 
     @property

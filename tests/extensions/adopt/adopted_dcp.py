@@ -30,7 +30,7 @@ from tests.extensions.adopt.adopted import (
 )
 from tests.support.launch import free_port, rank_environment
 
-_LIMIT_S = 180  # of one run of an original
+_LIMIT_S = 180  # time limit of one run of an original
 _NAMES = {"torchtitan": "torchtitan 0.2", "megatron_core": "Megatron Core"}
 _SIZES = {**MODELS["llama"], "head_dim": 16, "rope_theta": 10000, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 # torchtitan's Llama 3 always has the scaling of Llama 3.1; its inner size follows from the size of the model

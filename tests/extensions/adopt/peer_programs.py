@@ -69,7 +69,7 @@ _MEGATRON_LLAMA = ("--swiglu --normalization rmsnorm --use-rotary-position-embed
 class Peer:
     """A run of one of the programs."""
 
-    source: str  # for the table
+    source: str  # shown in the table
     clone: str
     settings: dict[str, Any] | str
     precision: str = "fp32"

@@ -17,9 +17,9 @@ from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
 from pretrain.extensions.adopt.adopt import adopt, plan_adoption
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission
+from pretrain.extensions.adopt.optimizers import WeightDecay
 from pretrain.extensions.adopt.run_files import RUN_YAML, run_files
 from pretrain.extensions.adopt.sources import find_source
-from pretrain.extensions.adopt.weight_decay import WeightDecay
 from pretrain.model.config import model_config_from
 from pretrain.model.hf_weights import to_transformers
 from tests.checkpoint.starts import resumed, start_run, write_checkpoint

@@ -1,4 +1,4 @@
-"""What `export --format` writes comes back by `import` without a difference, and is exported again."""
+"""Files of `export --format` come back by `import` without a difference, and are exported again."""
 
 import re
 from pathlib import Path

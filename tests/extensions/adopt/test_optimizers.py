@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pretrain.errors import ConfigError
+from pretrain.extensions.adopt.mapping import names_by_shape, names_by_values
 from pretrain.extensions.adopt.optimizers import UNKNOWN_DECAY, Recognized, recognize
-from pretrain.extensions.adopt.parameter_order import names_by_shape, names_by_values
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> set[str]:

@@ -17,16 +17,14 @@ from pretrain.extensions.adopt.deepspeed.trainer_settings import (
     DIFFERS,
     NO_EFFECT,
     TAKEN,
+    TRAINING_ARGS,
     effects_of_arguments,
     effects_of_module,
-)
-from pretrain.extensions.adopt.deepspeed.training_arguments import (
-    TRAINING_ARGS,
     read_training_arguments,
     schedule_of,
 )
+from pretrain.extensions.adopt.optimizers import WeightDecay
 from pretrain.extensions.adopt.run_files import RUN_YAML, ds_config_of, missing_flags, run_files
-from pretrain.extensions.adopt.weight_decay import WeightDecay
 from tests.extensions.adopt.adopted import EXPERTS, MODELS
 from tests.extensions.adopt.foreign import foreign_run
 from tests.support.model_shapes import SHAPES

@@ -1,12 +1,9 @@
 """Wrong command lines of `import` with a run of another program: see tests/wrong_inputs/commands.py."""
 
-from tests.wrong_inputs.case import LONG
+from tests.wrong_inputs.paths import NAME, USED_FOLDER_OR_STEP
 
 _FOREIGN = {"global_step5/mp_rank_00_model_states.pt": b"nonsense"}
-PATHS = [(("import",), "{world}/hf --save PATH", {
-    "under a file": "{world}/file/x", "long": "{world}/" + LONG, "proc": "/proc/x", "proc below": "/proc/x/y",
-    "file": "{world}/file", "other folder": "{world}/done", "hf": "{world}/hf", "other step": "{world}/global_step3"},
-          "the last part of the path")]
+PATHS = [(("import",), "{world}/hf --save PATH", USED_FOLDER_OR_STEP, NAME)]
 LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
     ("import", words, culprit, _FOREIGN) for words, culprit in (
         ("{world}/hf", "--save --output"), ("RIGHT --step 7", "--step: it has no effect: --output imports weights"),

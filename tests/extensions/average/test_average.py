@@ -21,7 +21,7 @@ from pretrain.checkpoint.load.init_from import find_initial_weights
 from pretrain.checkpoint.load.reader import CheckpointReader, HFWeights
 from pretrain.errors import ConfigError
 from pretrain.extensions.average.average import average
-from pretrain.extensions.average.plan import plan_average
+from pretrain.extensions.average.main import plan_average
 from tests.support.cases import case, flags
 from tests.support.checkpoints import copy_checkpoints, real_run
 from tests.support.conversion_faults import run_tool

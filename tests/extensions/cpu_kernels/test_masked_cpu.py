@@ -30,7 +30,7 @@ os.execv("{compiler}", ["{compiler}", *words])
 WITHOUT_FP16 = "avx512_bf16"
 NO_COMPILER = {"CC": "/nowhere/cc"}
 MASKS: dict[str, dict[str, str]] = {
-    "native": {},  # with AMX and fp16 where the machine has them
+    "native": {},  # AMX and fp16 where the machine has them
     WITHOUT_FP16: {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},  # an AMD EPYC: no fp16
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", **NO_COMPILER},
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CC": "{folder}/old_cpu"},

@@ -7,8 +7,8 @@ import torch
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 
 from pretrain.extensions.cpu_kernels.choice import ALL_IN_C, KernelChoice, set_choice
+from pretrain.extensions.cpu_kernels.gradient_passes import count_functions_in_c
 from pretrain.extensions.cpu_kernels.library import call, has_library
-from pretrain.extensions.cpu_kernels.profiled_flops import count_functions_in_c
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module

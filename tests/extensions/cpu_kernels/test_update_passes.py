@@ -12,7 +12,7 @@ from tests.support.launch import run_worker
 pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
 WORKER = str(Path(__file__).parent / "workers" / "update_worker.py")
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
-JSONS: dict[str, dict[str, Any]] = {  # with one rank
+JSONS: dict[str, dict[str, Any]] = {  # on one rank
     "zero1": config(1, precision="bf16"), "zero2": config(2, precision="bf16"), "zero3": config(3, precision="bf16"),
     "zero1_overlap": config(1, precision="bf16", overlap_comm=True), "zero1_fp32": config(1),
     "zero2_sums": {**config(2, precision="bf16"), **FP32_SUMS},

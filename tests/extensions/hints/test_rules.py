@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.extensions.hints.report_hints import HintLog
+from pretrain.extensions.hints.extension import HintLog
 from pretrain.extensions.hints.rules import RULES, find_hints
 from pretrain.monitor import curve
 from pretrain.monitor.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Hint, Rows

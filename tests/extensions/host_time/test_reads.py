@@ -20,7 +20,7 @@ from tests.support.launch import ROOT, run_worker
 
 IN_PAGE = ("zero0_bf16", "zero0_fp16", "zero1", "zero1_masked", "zero2", "zero2_offload", "zero3", "pipeline2",
            "pipeline2_masked", *SHARED_CONFIGS)
-# of a step: the norms of all gradients, those of two groups over the ranks, and the total
+# values of a step: the norms of all gradients, those of two groups over the ranks, and the total
 DEEPSPEED_READS = {"zero0_fp32": 0, "zero2_offload": 4}
 PLAIN = "host_time late_skip"  # see update_worker.py
 PLAIN_READS = {"zero0_bf16": 2, "zero0_fp16": 103, "zero1": 4, "zero2_offload": 106}

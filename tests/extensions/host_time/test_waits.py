@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.dry_gpu.conftest import DryGpu
-from tests.dry_gpu.test_runs import bf16, train
+from tests.dry_gpu.kinds import bf16
+from tests.dry_gpu.test_runs import train
 from tests.support.cases import CPU, config, flags
 
 STEPS = 14  # tools/dry_gpu/waits.py counts in some of them
@@ -61,7 +62,7 @@ def test_the_host_waits_no_more(name: str, dry_gpu: DryGpu, corpus: str, tmp_pat
         of_rank = file if rank == 0 else Path(f"{file}.{rank}")
         waits = waits_of(of_rank)
         assert (waits["read"] + waits["device"], waits["event"]) == (expected, events), of_rank.read_text()
-        assert waits["own event"] <= 3  # for copies that the step before has begun: late skip, guard, flight record
+        assert waits["own event"] <= 3  # copies that the step before has begun: late skip, guard, flight record
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from pretrain.extensions.inspect.position import find_step
+from pretrain.extensions.inspect.main import find_step
 
 
 def test_steps_before_and_after_a_change_of_the_batch(tmp_path: Path) -> None:

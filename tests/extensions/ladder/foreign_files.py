@@ -3,6 +3,7 @@
 from typing import Any
 
 FILES: dict[str, dict[str, tuple[str, ...]]] = {"ladder": {"ladder-right.json": ()}}
+PLACES = ("expected_curve",)
 
 
 def commands(world: Any) -> dict[str, dict[str, list[str]]]:

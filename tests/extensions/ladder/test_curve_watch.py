@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.extensions.ladder.band import ABOVE, BELOW, FEWEST_ROWS
-from pretrain.extensions.ladder.curve_watch import Change, CurveWatch
+from pretrain.extensions.ladder.curve_watch import ABOVE, BELOW, FEWEST_ROWS, Change, CurveWatch
 from pretrain.extensions.ladder.expected_curve import (
     OFF_CURVE,
     ON_CURVE,
@@ -25,7 +24,7 @@ from pretrain.extensions.ladder.report_curve import CAUSES, Evidence, likely_cau
 from pretrain.monitor.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Rows
 from tests.support.launch import ROOT
 
-TOKENS = 8192  # of a step
+TOKENS = 8192  # tokens of a step
 SEQ_LENGTH = 64
 DEVIATIONS = 1.645  # half-width of an interval that holds 90%
 

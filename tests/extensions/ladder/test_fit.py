@@ -12,15 +12,14 @@ pytest.importorskip("scipy")
 
 from pretrain.errors import ConfigError
 from pretrain.extensions.ladder.fit import compute_optimal, fit_law
-from pretrain.extensions.ladder.ladder_file import Point
-from pretrain.extensions.ladder.law import Law
+from pretrain.extensions.ladder.ladder_file import Law, Point
 from pretrain.extensions.ladder.points import read_points
 
 # Besiroglu et al. 2024 (arXiv 2404.10102), with the standard errors of their notebook
 PUBLISHED = Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 STANDARD_ERRORS = {"e": 0.0257, "a": 124.52, "b": 1293.28, "alpha": 0.0154, "beta": 0.0206}
 NAMES = list(STANDARD_ERRORS)
-SMALL = Law(1.3, 120.0, 900.0, 0.38, 0.36)  # of models of 0.2 to 4 M parameters
+SMALL = Law(1.3, 120.0, 900.0, 0.38, 0.36)  # a law of models of 0.2 to 4 M parameters
 
 
 def iso_flop_points(noise: float, seed: int = 0) -> list[Point]:

@@ -21,14 +21,11 @@ from pretrain.errors import ConfigError
 from pretrain.extension import Extension
 from pretrain.extensions.ladder.expected_curve import counted_parameters
 from pretrain.extensions.ladder.extension import EXTENSION
-from pretrain.extensions.ladder.ladder_file import DECAYED, STABLE, Ladder
-from pretrain.extensions.ladder.law import Law
-from pretrain.extensions.ladder.main import main
+from pretrain.extensions.ladder.ladder_file import DECAYED, STABLE, Ladder, Law
+from pretrain.extensions.ladder.main import decayed_part, expected_loss, main
 from pretrain.extensions.ladder.page import warnings_of
 from pretrain.extensions.ladder.plan import FEWEST_STEPS, Batch, Plan, Wish, eval_steps_of, make_plan, plan_lines
-from pretrain.extensions.ladder.predict import decayed_part, expected_loss
-from pretrain.extensions.ladder.sizes import Size, choose_sizes, family_sizes
-from pretrain.extensions.ladder.target import TargetRun, read_target, say_left_out
+from pretrain.extensions.ladder.target import Size, TargetRun, choose_sizes, family_sizes, read_target, say_left_out
 from pretrain.model.config import load_model_config
 from pretrain.stored_json import build, read_object
 from tests.support.launch import ROOT

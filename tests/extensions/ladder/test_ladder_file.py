@@ -8,10 +8,8 @@ from statistics import NormalDist
 import pytest
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.ladder.check_curve import read_ladder
-from pretrain.extensions.ladder.expected_curve import LEVEL, CurvePoint, Target, counted_parameters
-from pretrain.extensions.ladder.ladder_file import DECAYED, STABLE, Ladder, Point, Range, write_ladder
-from pretrain.extensions.ladder.law import Law
+from pretrain.extensions.ladder.expected_curve import LEVEL, CurvePoint, Target, counted_parameters, read_ladder
+from pretrain.extensions.ladder.ladder_file import DECAYED, STABLE, Ladder, Law, Point, Range, write_ladder
 from pretrain.model.config import load_model_config
 from pretrain.stored_json import build, read_object
 

@@ -9,10 +9,16 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from pretrain.extensions.ladder.ladder_file import Range
-from pretrain.extensions.ladder.law import LARGEST_EXPONENT, SMALLEST_TERM, Law
+from pretrain.extensions.ladder.ladder_file import (
+    LARGEST_EXPONENT,
+    LARGEST_FACTOR,
+    SMALLEST_TERM,
+    WARN_FACTOR,
+    Law,
+    Range,
+    Reach,
+)
 from pretrain.extensions.ladder.points import Backtest, backtest, law_text, read_points
-from pretrain.extensions.ladder.reach import LARGEST_FACTOR, WARN_FACTOR, Reach
 from tests.support.rejection import rejection
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -70,7 +76,7 @@ def test_lines_of_a_table():
 def test_no_prediction_too_far_away():
     points = read_points(PUBLISHED / "olmo.csv")
     far = dataclasses.replace(points[-1], run="1T", parameters=1e12, held_out=True)
-    lines = backtest([*points[:20], far], resamples=2).lines()  # of the file, the first 20 are to be fitted
+    lines = backtest([*points[:20], far], resamples=2).lines()  # the first 20 lines of the file are to be fitted
     assert lines[-2].endswith("782x  not predicted: too far from the fitted points")
     assert lines[-1].startswith("inside     0 of 0")
 

@@ -13,8 +13,7 @@ from pretrain.analysis.run_table import RunTable
 from pretrain.analysis.summary import expected_of_run, summarize, summary_lines
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.extensions.ladder.expected_curve import CurvePoint, Target, counted_parameters
-from pretrain.extensions.ladder.ladder_file import DECAYED, Ladder, Point, Range, write_ladder
-from pretrain.extensions.ladder.law import Law
+from pretrain.extensions.ladder.ladder_file import DECAYED, Ladder, Law, Point, Range, write_ladder
 from pretrain.model.config import model_config_from
 from pretrain.monitor.read_run_folder import read_metrics, read_rows
 from pretrain.stored_json import read_json

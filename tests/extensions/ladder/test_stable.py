@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from pretrain.extensions.ladder.fit import fit_law, fit_stable_law
-from pretrain.extensions.ladder.ladder_file import Point
-from pretrain.extensions.ladder.law import Law
+from pretrain.extensions.ladder.ladder_file import Law, Point
 
 DECAYED, STABLE = Law(1.7, 12.0, 90.0, 0.25, 0.4), Law(1.7, 12.0, 60.0, 0.25, 0.35)
 

@@ -20,11 +20,9 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
 from pretrain.extension import LAUNCHER, RANK_0
 from pretrain.extensions.notify.extension import KINDS, Notify
+from pretrain.extensions.notify.follower import metric_names
 from pretrain.extensions.notify.messages import RunState
-from pretrain.extensions.notify.metrics_server import metric_names
-from pretrain.extensions.notify.receivers import check_port, check_receivers
-from pretrain.extensions.notify.send import GROUPED_S, Grouping
-from pretrain.extensions.notify.start import followed
+from pretrain.extensions.notify.receivers import GROUPED_S, Grouping, check_port, check_receivers, followed
 from pretrain.monitor.rows import EVENTS
 from pretrain.shipped import find_template
 from tests.support.launch import ROOT, free_port
@@ -107,7 +105,7 @@ def test_a_run_that_crashes(run: Path, server: Receivers, capfd: pytest.CaptureF
     """Receivers that fail are one warning each, and the good one gets everything in its order."""
     monkeypatch.setenv("BAD", " ".join(server.url(name) for name in ("error", "close", "refused")))
     args = given(run, notify=["GOOD", "$BAD"], notify_command=f"cat > {run}/$DS_PRETRAIN_EVENT; exit 3")
-    append(run, "events.jsonl", event("spike", 1))  # of an earlier start
+    append(run, "events.jsonl", event("spike", 1))  # an earlier start
     with around_run(args, RANK_0, active=False):  # as the other ranks do
         assert not {"GOOD", "BAD"} & os.environ.keys()
     with contextlib.suppress(RuntimeError), followed(args, RANK_0):
@@ -146,7 +144,7 @@ def test_the_owner_is_killed_and_before_that_nothing_happens_for_long(run: Path,
     """The next start may need the port before the last message has been sent to a receiver that does not answer."""
     port = free_port()
     script = ("import sys, time; from pretrain.config.flags.arguments import RunArguments; "
-              "from pretrain.extensions.notify.start import followed\n"
+              "from pretrain.extensions.notify.receivers import followed\n"
               f"with followed(RunArguments(save={str(run)!r}, extensions=dict(notify=['GOOD', 'SLOW'], "
               f"notify_silence=0.01, notify_on=['no_progress,crash'], metrics_port={port})), 'ds-pretrain'): "
               "time.sleep(900)")

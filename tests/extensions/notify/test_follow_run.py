@@ -50,7 +50,7 @@ def test_a_supervised_run_tells_what_happens_and_keeps_its_secrets(corpus: str, 
     others = [kind for kind in kinds if "spike" not in kind]
     assert others == ["trains", "start 1 ended", others[-2], "finished"], kinds
     assert others[-2].startswith("trains again from step ")
-    assert kinds.count(f"spike at step {SPIKE_AT}") == 1  # of the loss and the gradient norm
+    assert kinds.count(f"spike at step {SPIKE_AT}") == 1  # one for the loss and the gradient norm
     crash = next(message["message"] for message in server.messages if "start 1" in message["title"])
     assert crash.startswith("crash: SIGKILL (exit code -9); newest checkpoint: step ")
     assert before["ds_pretrain_step",] >= SPIKE_AT

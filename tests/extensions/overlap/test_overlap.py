@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.prepare.fill_in_middle import FillInMiddle
+from pretrain.data.copy_documents import provenance
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
-from pretrain.data.provenance import provenance
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, read_meta
 from pretrain.data.token_files.inspect_files import verify_data
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
-from pretrain.extensions.overlap import ngrams, search
+from pretrain.extensions.overlap import ngrams
 from pretrain.extensions.overlap.find_overlap import (
     OverlapResult,
     find_overlap,
@@ -77,7 +76,7 @@ def test_finds_what_sets_of_tuples_find(tmp_path_factory: pytest.TempPathFactory
     counts = {gram: sum(gram in _grams(document, n) for document in train) for gram in evaluated}
     matches = {gram for gram, count in counts.items() if 0 < count <= most}
     with pytest.MonkeyPatch.context() as patch:
-        for module, name, value in ((search, "_JOB_TOKENS", size), (search, "_READ_DOCUMENTS", 3),
+        for module, name, value in ((ngrams, "_JOB_TOKENS", size), (ngrams, "_READ_DOCUMENTS", 3),
                                     (ngrams, "_PART_TOKENS", size + 1), (ngrams, "_COMPARED", 4),
                                     (ngrams, "_SMALLEST_FILTER", 1)):
             patch.setattr(module, name, value)
@@ -208,7 +207,7 @@ def test_token_files_on_a_server_are_evaluation_sets(folder: Path) -> None:
 
 
 def test_several_processes_give_the_same_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_JOB_TOKENS", 3000)
+    monkeypatch.setattr(ngrams, "_JOB_TOKENS", 3000)
     results = [_search(str(folder / "train"), [str(folder / "eval")], 5, workers=workers) for workers in (1, 2)]
     assert results[0].to_json() == results[1].to_json()
     assert np.array_equal(results[0].overlap.documents_with, results[1].overlap.documents_with)
@@ -244,15 +243,13 @@ def test_what_cannot_be_compared_is_rejected_or_noted(folder: Path, tmp_path: Pa
 
 
 def test_rearranged_training_data_is_noted(tmp_path: Path) -> None:
-    names = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")
-    tokenizer = train_sentencepiece([str(path) for path in SOURCES], tmp_path / "tok", vocab_size=600,
-                                    special_tokens=names)
+    tokenizer = train_sentencepiece([str(path) for path in SOURCES], tmp_path / "tok", vocab_size=600)
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
-    prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "train"),
-            settings=PrepareSettings(fill_in_middle=FillInMiddle(1, 0.5, 0)))
+    prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "train"))
+    meta = tmp_path / "train.meta.json"
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "fill_in_middle": {"rate": 0.5}}))
     result = _search(str(tmp_path / "train"), [source], 13)
     assert "rearranged by --fim_rate" in result.notes[0]
-    assert result.reports[0].matched_documents >= len(SOURCES)  # within the parts of long texts
     parts = [{"data": "a"}, {"merged_from": [{"fill_in_middle": {"rate": 0.5}}]}]
     assert is_rearranged({"fill_in_middle": {}, "merged_from": parts})
     assert not is_rearranged({"fill_in_middle": {}, "merged_from": parts[:1]})

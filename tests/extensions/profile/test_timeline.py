@@ -9,7 +9,6 @@ import pytest
 from deepspeed.runtime.pipe import schedule
 
 from pretrain.extensions.profile.timeline import write_timelines
-from pretrain.extensions.profile.timeline_files import text_of
 from pretrain.extensions.profile.timeline_summary import (
     BACKWARD,
     BUBBLE,
@@ -20,6 +19,7 @@ from pretrain.extensions.profile.timeline_summary import (
     Instruction,
     RankInstructions,
     step_timelines,
+    text_of,
 )
 
 _SENDS = {"RecvActivation": ("SendActivation", -1), "RecvGrad": ("SendGrad", 1)}

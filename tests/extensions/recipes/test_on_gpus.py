@@ -10,7 +10,7 @@ import yaml
 from pretrain.commands import check
 from pretrain.errors import ConfigError
 from pretrain.extensions.recipes import main
-from pretrain.extensions.recipes.on_gpus import plan_of, predict
+from pretrain.extensions.recipes.describe import plan_of, predict
 from pretrain.extensions.recipes.recipe import find_recipe, read_dataset, read_recipe, recipe_names
 from tests.extensions.recipes.test_reproduce import TEXT, own_recipe, reproduce
 from tests.support.launch import ROOT

@@ -1,4 +1,4 @@
-"""`ds-pretrain reproduce`: recipes are valid, run from download to verdict, and wrong ones are rejected in one line."""
+"""`ds-pretrain reproduce`: recipes are valid, run from download to result, and wrong ones are rejected in one line."""
 
 import hashlib
 import json
@@ -21,8 +21,15 @@ from pretrain.commands.small_runs import Curve
 from pretrain.errors import ConfigError
 from pretrain.extensions.recipes.describe import description
 from pretrain.extensions.recipes.recipe import Grid, find_recipe, read_recipe, recipe_names
-from pretrain.extensions.recipes.sweeps import CriticalBatch, Optimum, fit_critical_batch
-from pretrain.extensions.recipes.verdict import Between, Lower, OneCurve, save_plot
+from pretrain.extensions.recipes.results import (
+    Between,
+    CriticalBatch,
+    Lower,
+    OneCurve,
+    Optimum,
+    fit_critical_batch,
+    save_plot,
+)
 from pretrain.stored_json import read_object
 from tests.support.launch import ROOT
 

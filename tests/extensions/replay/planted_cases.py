@@ -23,13 +23,13 @@ SPARSE, HEALTHY = "beyond: fault in a step without checksums", "beyond: no fault
 
 @dataclass(frozen=True)
 class Planted:
-    """A case: a fault in the run, one in the replays, and the right verdict."""
+    """A case: a fault in the run, one in the replays, and the right result."""
 
     name: str
     group: str  # row of the table
-    kind: str  # of the right verdict
+    kind: str  # kind of the right result
     plant: dict[str, Any] | None = None
-    rank: int | None = None  # that a right verdict names
+    rank: int | None = None  # that a right result names
     step: int | None = None  # as well
     layer: str | None = None
     operator: str | None = None

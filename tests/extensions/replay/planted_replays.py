@@ -1,14 +1,14 @@
-"""Plant faults into training runs, question them by replays, and count the right verdicts, by kind and layout.
+"""Plant faults into training runs, examine them by replays, and count the right results, by kind and layout.
 
     python -m tests.extensions.replay.planted_replays FOLDER [LAYOUT ...] [CASE ...]
 
 In each layout one launch trains a tiny model of bytes on a blend of two sources, with a checkpoint. From this on, it
 trains each case with a fault (plants.py), and the replays. Replays are the same for all cases in which
-nothing is wrong in the replay, so that they are trained once. Then the cases are questioned, and graded:
+nothing is wrong in the replay, so that they are trained once. Then the cases are examined, and graded:
 
     right       the cause is named, and no other, with the rank, step, layer or document; or all that can be known is
-                named, and the verdict says that it is unsure
-    unsure      the verdict says so, and names the cause among others, although more can be known
+                named, and the result says that it is unsure
+    unsure      the result says so, and names the cause among others, although more can be known
     wrong       anything else
 
 A fault that has changed nothing is wrong, too. The exit code is 1 if there is a wrong answer. If FOLDER has all runs
@@ -35,8 +35,8 @@ from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.errors import ConfigError
 from pretrain.extensions.replay.documents import odd_documents, pieces_of
-from pretrain.extensions.replay.order import SAMPLES_FILE, ReplayOrder
-from pretrain.extensions.replay.question import Replay, question, read_replay
+from pretrain.extensions.replay.examine_step import Replay, question, read_replay
+from pretrain.extensions.replay.extension import SAMPLES_FILE, ReplayOrder
 from pretrain.extensions.replay.target import find_target
 from tests.extensions.replay import WORKERS
 from tests.extensions.replay.planted_cases import (
@@ -151,12 +151,12 @@ def _run_of(planted: Planted) -> str:
 
 
 def _asked(planted: Planted, trained: int) -> int:
-    """Return the step that is questioned."""
+    """Return the step that is examined."""
     return trained + (1 if planted.poison else _AFTER)
 
 
 def answer_of(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
-    """Question a case. Returns the verdict, with `notes` and `documents`: the documents that stand out."""
+    """Examine a case. Returns the result, with `notes` and `documents`: the documents that stand out."""
     replays = folder / f"replays-{planted.name if planted.replays else PLAIN}"
 
     def train(number: int, order: ReplayOrder) -> Replay:
@@ -177,7 +177,7 @@ def answer_of(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
 
 
 def answer_of_command(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
-    """Question a case with `ds-pretrain replay`, which trains the replays itself. Returns the same as `answer_of`."""
+    """Examine a case with `ds-pretrain replay`, which trains the replays itself. Returns the same as `answer_of`."""
     output = folder / f"command-{planted.name}"
     done = subprocess.run([sys.executable, PROGRAM, "replay", "--output", str(output),
                            f"{folder}/run-{_run_of(planted)}@{_asked(planted, trained)}"], capture_output=True,
@@ -193,7 +193,7 @@ def answer_of_command(folder: Path, planted: Planted, trained: int) -> dict[str,
 
 @contextlib.contextmanager
 def _edited(planted: Planted, data: PlantedData) -> Iterator[None]:
-    """Change the data as a case wants it, for the time of the question."""
+    """Change the data as a case wants it, for the time of the examination."""
     path = data.folder / "other.bin"
     before, status = path.read_bytes(), path.stat()
     if planted.edit == "cut":
@@ -251,7 +251,7 @@ def why_not_planted(layout: str, folder: Path, planted: Planted, acted: dict[str
 
 def run_planted(layout: str, folder: Path, planted: list[Planted], trained: int = TRAINED, *,
                 by_command: bool = False) -> dict[str, dict[str, Any]]:
-    """Train and question the cases of a layout. Returns the answers by name, each with its `grade`."""
+    """Train and examine the cases of a layout. Returns the answers by name, each with its `grade`."""
     folder.mkdir(parents=True, exist_ok=True)
     data = PlantedData(folder, layout, trained)
     documents = {each.poison: data.poison(each.poison) for each in planted if each.poison}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.extensions.replay.digest import differing_keys
-from pretrain.extensions.replay.interval import LARGEST_COST, interval_for
+from pretrain.extensions.replay.compare import differing_keys
+from pretrain.extensions.replay.layer_digests import LARGEST_COST, interval_for
 from pretrain.extensions.replay.record_files import (
     Header,
     RecordFile,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from pretrain.extensions.replay.digest import DIGEST, UNCOMPARED, differing_keys, stage_of
+from pretrain.extensions.replay.compare import DIGEST, UNCOMPARED, differing_keys, stage_of
 from pretrain.extensions.replay.record_files import RankRecord, kept_folder, read_start, start_folder
 from pretrain.monitor.read_run_folder import read_events, read_metrics
 from tests.conftest import selected_params

@@ -146,7 +146,8 @@ def test_a_run_with_a_flaky_rank_ends_before_it_updates_or_saves(corpus: str, tm
     given = {**_flags(corpus, tmp_path, {}, 8), "recompute_interval": 5, "save_interval": 3, "eval_interval": 0,
              "deepspeed_config": values, "save": run}
     (tmp_path / "faults.json").write_text(json.dumps(
-        {"lie": {"rank": 1, "layer": "3", "direction": "backward", "every": 12}}))
+        {"call": ["tests.extensions.replay.workers.recompute_worker:lie",
+                  {"rank": 1, "layer": "3", "direction": "backward", "every": 12}]}))
     ranks = run_ranks([str(CORE_WORKERS / "faulty_train.py"), "faults.json",
                        *(f"--{key}={value}" for key, value in given.items())], 2, cwd=tmp_path)
     output = "".join(rank.stdout for rank in ranks)

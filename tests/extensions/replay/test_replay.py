@@ -1,4 +1,4 @@
-"""Replays on real engines: planted faults get the right verdict, and steps are repeated bit by bit in each layout."""
+"""Replays on real engines: planted faults get the right result, and steps are repeated bit by bit in each layout."""
 
 from pathlib import Path
 from typing import Any

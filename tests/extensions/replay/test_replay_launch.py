@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.replay.launch import Layout, train_again
-from pretrain.extensions.replay.order import ReplayOrder
+from pretrain.extensions.replay.examine_step import Layout, train_again
+from pretrain.extensions.replay.extension import ReplayOrder
 from pretrain.extensions.replay.target import Target
 
 
@@ -42,7 +42,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[
         found.append((words, settings))
         return subprocess.CompletedProcess(words, 1)
 
-    monkeypatch.setattr("pretrain.extensions.replay.launch.subprocess.run", run)
+    monkeypatch.setattr("pretrain.extensions.replay.examine_step.subprocess.run", run)
     monkeypatch.delenv("DS_PRETRAIN_NVME_PATH", raising=False)
     (tmp_path / "hostile").mkdir()
     return found

@@ -21,7 +21,7 @@ from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.extensions.replay.documents import OddDocument, documents_of, odd_documents, pieces_of
-from pretrain.extensions.replay.sample_answer import SampleAnswer
+from pretrain.extensions.replay.main import SampleAnswer
 from pretrain.extensions.replay.samples import certainty, highest_losses, robust_z, sample_norms
 from tests.data.counting import write_counting
 from tests.data.prepare.helpers import jsonl

@@ -1,4 +1,4 @@
-"""Verdicts from hand-made records, and the choice of checkpoint and data position."""
+"""Results from hand-made records, and the choice of checkpoint and data position."""
 
 import copy
 import json
@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.replay.causes import CAUSES
 from pretrain.extensions.replay.compare import compare, compare_loosely
-from pretrain.extensions.replay.order import ReplayOrder
-from pretrain.extensions.replay.question import Replay, question
+from pretrain.extensions.replay.examine_step import Replay, question
+from pretrain.extensions.replay.extension import ReplayOrder
 from pretrain.extensions.replay.record_files import Header, RankRecord
+from pretrain.extensions.replay.result import CAUSES, Verdict, judge
 from pretrain.extensions.replay.target import Target, find_target, parse_target
-from pretrain.extensions.replay.verdict import Verdict, judge
 
 FULL = ("weights", "states", "layers_forward", "layers_backward", "gradient_bits", "gradients", "reduced",
         "weights_after", "states_after")

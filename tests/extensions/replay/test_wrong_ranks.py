@@ -3,12 +3,12 @@
 import pytest
 
 from pretrain.extensions.replay.first_micro_batch import Place
-from pretrain.extensions.replay.wrong_ranks import Finding, RankSums, find_wrong_ranks
+from pretrain.extensions.replay.recompute import Finding, RankSums, find_wrong_ranks
 
 PLACES = [Place("forward", "layer 0", "its output"), Place("forward", "layer 1", "its output"),
           Place("backward", "layer 1", "the gradient of its input"),
           Place("backward", "layer 0", "the gradient of 0.weight")]
-SHIFTS = (0, 1, 0, 1, 2)  # of the computations: the training itself, the comparison, then to find out who is wrong
+SHIFTS = (0, 1, 0, 1, 2)  # computations: the training itself, the comparison, then to find out who is wrong
 
 
 def found(units: int, wrong: dict[tuple[int, int], int], *, tensor: int = 1) -> Finding | None:

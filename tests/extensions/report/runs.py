@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretrain.extensions.report.page import page_html, write_page
+from pretrain.extensions.report.main import page_html, write_page
 from pretrain.extensions.report.page_data import ShownRun, page_data
 from tests.support.browser import Browser, Page
 from tests.support.launch import PROGRAM, ROOT

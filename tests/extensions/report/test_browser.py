@@ -257,7 +257,7 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
 
 
 def test_a_person_on_call_finds_the_machine_and_the_place_in_the_curve(browser: Browser, tmp_path: Path) -> None:
-    """What is wrong now is on top, with the answer of a replay; the heat map reads the slow rank; also on a phone."""
+    """Present problems are on top, with the answer of a replay; the heat map reads the slow rank; also on a phone."""
     slow = {"ranks": [3], "hosts": ["node-b"], "kind": "compute", "ratio": 2.2, "since": 70}
     run = write_run(tmp_path / "run", rows_of(list(range(1, 101))), [
         event("start", 0), event("spike", 20, "a spike of the loss"), event("slow_rank", 80) | slow])

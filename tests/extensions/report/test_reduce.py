@@ -11,9 +11,8 @@ import pytest
 from pretrain.analysis.run_table import Columns, kept_evaluations, kept_rows
 from pretrain.errors import ConfigError
 from pretrain.extensions.report.compare import run_names
-from pretrain.extensions.report.page import page_html
-from pretrain.extensions.report.page_data import MAX_POINTS, ShownRun, page_data, points_per_run, run_data
-from pretrain.extensions.report.reduce import reduce_rows
+from pretrain.extensions.report.main import page_html
+from pretrain.extensions.report.page_data import MAX_POINTS, ShownRun, page_data, points_per_run, reduce_rows, run_data
 from pretrain.monitor.read_run_folder import newest_path
 from tests.support.run_folders import event, record, rows_of, write_run
 

@@ -13,7 +13,7 @@ import pytest
 
 from pretrain.analysis.summary import summarize, summary_lines
 from pretrain.extensions.report.compare import compare_runs, comparison_lines
-from pretrain.extensions.report.page import json_for_html, page_html
+from pretrain.extensions.report.main import json_for_html, page_html
 from pretrain.extensions.report.page_data import ShownRun, page_data
 from tests.extensions.report.runs import watching
 from tests.support.launch import PROGRAM

@@ -134,7 +134,7 @@ def test_a_healthy_model_of_each_architecture_passes_all_checks(shape: str, shap
     learned = made["one batch is learned"]
     print(f"\n{shape:30s} {learned['measured']}; {learned['bound']}")
     failed = {name: result["measured"] for name, result in made.items() if not result["passed"]}
-    if shape == "mixtral_window_tied_one_expert":  # of a single expert: routers have no effect
+    if shape == "mixtral_window_tied_one_expert":  # a single expert: routers have no effect
         assert "router" in failed.pop("gradients reach")
     assert failed == {}
 
@@ -220,7 +220,7 @@ def test_a_failed_check_rejects_the_run_and_is_the_exit_code_of_the_tool(corpus:
 
 def test_the_table_is_broken_between_words() -> None:
     """A terminal of 80 columns breaks no number of the table."""
-    program = ("from pretrain.extensions.sanity.result import Result, print_table;"
+    program = ("from pretrain.extensions.sanity.extension import Result, print_table;"
                "print_table([Result('gradient scale', True, ' '.join(['0.995'] * n), '0.75 to 1.33', '') "
                "for n in range(1, 20)])")
     code, written = in_terminal([sys.executable, "-c", program])

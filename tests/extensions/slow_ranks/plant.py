@@ -44,7 +44,7 @@ MODULE = """
 import os, time
 from pathlib import Path
 if os.environ.get("RANK") == "0":
-    from pretrain.extensions.slow_ranks.links import SlowLinks
+    from pretrain.extensions.slow_ranks.watch import SlowLinks
     from pretrain.extensions.slow_ranks.slow_ranks import SlowRanks
     for watch in (SlowLinks, SlowRanks):
         watch.__init__.__kwdefaults__["block_s"] = float(os.environ["BLOCK_S"])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pretrain.extensions.slow_ranks.change import SLOW_RANK, SLOW_RANK_OVER, Change, Place
-from pretrain.extensions.slow_ranks.links import Seconds, SlowLinks, rounds_of, slow_links
 from pretrain.extensions.slow_ranks.rank_times import LOAD, TIMES, RankTimes
+from pretrain.extensions.slow_ranks.watch import Seconds, SlowLinks, rounds_of, slow_links
 
 MS = 1e-3
 

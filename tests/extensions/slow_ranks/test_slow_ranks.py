@@ -26,7 +26,7 @@ class Cluster:
     hosts: int = 1
     ranks_per_host: int = 4
     stages: int = 1
-    noise: float = 0.1  # of a row
+    noise: float = 0.1  # fraction of a row
     lasting: float = 0.8  # correlation of the noise of a row with that of the one before
     stage_cost: tuple[float, ...] = (1.0,)  # own time of a stage
 

@@ -11,7 +11,7 @@ import pytest
 from pretrain.cluster.fewer_hosts import SLOW_HOSTS, STARTS, record_start, slow_hosts_of
 from pretrain.cluster.hosts.remote import local_transport
 from pretrain.cluster.slurm_job import after
-from pretrain.extensions.supervise.choose_hosts import HostChoice, SupervisorSettings, choose_hosts
+from pretrain.extensions.supervise.next_start import HostChoice, SupervisorSettings, choose_hosts
 from tests.support.launch import ROOT
 
 RECORD = {"train_steps": 9, "layout": {"world_size": 3, "data_parallel_size": 3},

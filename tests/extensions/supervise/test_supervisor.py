@@ -14,8 +14,8 @@ import pytest
 
 from pretrain.cluster.outcome import RunProgress, classify_exit
 from pretrain.errors import ConfigError
-from pretrain.extensions.supervise.choose_hosts import SupervisorSettings
-from pretrain.extensions.supervise.launch_command import (
+from pretrain.extensions.supervise.next_start import (
+    SupervisorSettings,
     check_can_lose_hosts,
     hostfile_of,
     hosts_of,

@@ -6,24 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.data.token_files.writer import IndexedWriter
-from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import FINISHED, ConfigError
-from pretrain.extensions.tasks.extension import PREDICTION_ROW, TASK_ROW, Tasks
-from pretrain.extensions.tasks.find_tasks import find_run_tasks
-from pretrain.extensions.tasks.section import predictions_data
+from pretrain.extensions.tasks.extension import PREDICTION_ROW, TASK_ROW, Tasks, find_run_tasks
+from pretrain.extensions.tasks.predictions import predictions_data
 from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module
 from pretrain.monitor.read_run_folder import read_events, read_rows
 from tests.analysis.test_evaluate import in_process
 from tests.extensions.tasks import WORKERS
-from tests.support.byte_tokenizer import EOD, write_byte_tokenizer
+from tests.support.byte_tokenizer import write_byte_corpus
 from tests.support.cases import CPU, DROPOUT, case, config, flags
 from tests.support.launch import run_worker
 from tests.support.layouts import HAS_EXPERTS, MODEL_WITH_EXPERTS, dp2, experts2, pp2, sequence2, tensor2
@@ -69,12 +65,7 @@ def write_tasks(folder: Path) -> None:
 
 def write_data(base: Path) -> None:
     """Write a corpus, its tokenizer and tasks."""
-    write_byte_tokenizer(base / "tokenizer")
-    with IndexedWriter(base / "corpus", np.uint16) as writer:
-        for number in range(150):
-            writer.add_document([*(48 + (number + np.arange(200)) % 64), EOD])
-        writer.finalize({"vocab_size": 257, "max_token": EOD, "eod_token": EOD,
-                         "tokenizer_sha256": load_tokenizer(base / "tokenizer").fingerprint})
+    write_byte_corpus(base)
     (base / "tasks").mkdir()
     write_tasks(base / "tasks")
 

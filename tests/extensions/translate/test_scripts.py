@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.translate.command_line import script_words
 from pretrain.extensions.translate.main import main
-from pretrain.extensions.translate.read_input import read_settings
+from pretrain.extensions.translate.read_input import read_settings, script_words
 from pretrain.extensions.translate.settings import WrittenFile
 
 # forms of public scripts of Megatron-DeepSpeed and BigScience, in texts of our own
@@ -169,7 +168,7 @@ def test_lines_that_were_not_understood_are_named(tmp_path: Path, capsys: pytest
     assert "train_data: /data/x\n" in yaml
     assert "what the script writes into ds.json is not known" in yaml
     script.write_text(HALF.replace("LEARNING_RATE", "$LR"))
-    with pytest.raises(ConfigError, match=r"train.sh: --lr: found \$LR; expected a number"):  # of a loop
+    with pytest.raises(ConfigError, match=r"train.sh: --lr: found \$LR; expected a number"):  # in a loop
         main([str(script), "--output", str(tmp_path / "other")])
 
 

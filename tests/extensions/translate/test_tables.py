@@ -7,8 +7,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from pretrain.extensions.translate.main import translate
-from pretrain.extensions.translate.settings import Settings
-from pretrain.extensions.translate.tables import defaults_of
+from pretrain.extensions.translate.settings import Settings, defaults_of
 
 
 def test_the_trainers_defaults_are_transformers_own() -> None:

@@ -1,4 +1,4 @@
-"""`ds-pretrain translate`: public runs of other programs, and a verdict for each setting that these programs have."""
+"""`ds-pretrain translate`: public runs of other programs, and a row for each setting that these programs have."""
 
 import dataclasses
 import json
@@ -19,12 +19,10 @@ from pretrain.config.plan import Plan
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import cuda_device
 from pretrain.errors import ConfigError
-from pretrain.extensions.translate.main import main, translate
+from pretrain.extensions.translate.main import check_names, main, translate
+from pretrain.extensions.translate.parts import BECAME, DIFFERS, NONE, Result
 from pretrain.extensions.translate.read_input import read_settings
-from pretrain.extensions.translate.result import BECAME, DIFFERS, NONE, Result
-from pretrain.extensions.translate.settings import Settings
-from pretrain.extensions.translate.tables import PROGRAMS, current_name, defaults_of
-from pretrain.extensions.translate.verdicts import check_names
+from pretrain.extensions.translate.settings import PROGRAMS, Settings, current_name, defaults_of
 from pretrain.model.config import load_model_config
 from pretrain.model.description import ModelConfig
 from tests.extensions.translate.configs import (

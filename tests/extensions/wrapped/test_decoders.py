@@ -1,6 +1,6 @@
 """Decoders of transformers train as transformers' own: loss and gradients of a tiny copy of each config.
 
-The default tests prove some model types, the slow ones all of them, and that the verdicts are those of
+The default tests prove some model types, the slow ones all of them, and that the results are those of
 pretrain/extensions/wrapped/README.md. Models with faults are rejected, with the place of the fault.
 """
 
@@ -17,10 +17,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from pretrain.errors import ConfigError
 from pretrain.extensions.wrapped import main as models
 from pretrain.extensions.wrapped.all_decoders import VALUES, Verdict, prove_all, prove_model_type
-from pretrain.extensions.wrapped.carried import digits_of, ids_of
-from pretrain.extensions.wrapped.model_types import their_model_types
+from pretrain.extensions.wrapped.extension import their_model_types
 from pretrain.extensions.wrapped.prove import prove_wrapped, tiny_config
 from pretrain.extensions.wrapped.read import wrapped_config
+from pretrain.extensions.wrapped.runner import digits_of, ids_of
 from pretrain.extensions.wrapped.tiny import tiny_copy
 from pretrain.model.config import model_config_from
 from pretrain.model.own_models import default_values, import_own_model

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from pretrain.extensions.wrapped.carried import width_at
 from pretrain.extensions.wrapped.decoder import decoder_of
 from pretrain.extensions.wrapped.layer_memory import measured_bytes
 from pretrain.extensions.wrapped.modules import DecoderLayer
 from pretrain.extensions.wrapped.prove import tiny_config
 from pretrain.extensions.wrapped.read import wrapped_config
+from pretrain.extensions.wrapped.runner import width_at
 from pretrain.model.operator_memory import MicroBatch
 from tests.support.block_memory import measure_block
 

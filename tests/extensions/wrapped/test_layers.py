@@ -29,7 +29,7 @@ from tests.support.hf_models import needs_transformers
 from tests.support.rejection import rejection
 from tests.support.wrapped_models import WRAPPED_MODELS
 
-TOLERANCE = 1e-5  # of a gradient's largest value, fp32
+TOLERANCE = 1e-5  # tolerance of a gradient's largest value, fp32
 OWN = "tests.support.own_model:MyConfig"
 
 

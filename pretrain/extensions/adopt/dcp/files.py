@@ -28,7 +28,7 @@ from pretrain.extensions.adopt.foreign_run import Shape
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
-_MOST_CELLS = 2**22  # of the grid that the boundaries of a tensor's chunks form
+_MOST_CELLS = 2**22  # most cells of the grid that the boundaries of a tensor's chunks form
 _ZIP = b"PK\x03\x04"  # first bytes of a file that torch.save wrote
 _COPY_ALL = "copy all files of the checkpoint again, or use an earlier checkpoint"
 

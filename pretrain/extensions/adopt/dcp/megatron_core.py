@@ -17,17 +17,20 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.dcp.files import METADATA, DcpFiles
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, Shape
-from pretrain.extensions.adopt.mapping import read_in_module, shapes_in_module
+from pretrain.extensions.adopt.mapping import (
+    load_foreign_pickle,
+    precision_of_dtype,
+    read_in_module,
+    shapes_in_module,
+    whole_number,
+)
 from pretrain.extensions.adopt.megatron.config import megatron_core_config
 from pretrain.extensions.adopt.megatron.layer_files import EnumValue, Ignored
-from pretrain.extensions.adopt.megatron.names import BY_HEAD
+from pretrain.extensions.adopt.megatron.names import BY_HEAD, merge_qkv
 from pretrain.extensions.adopt.megatron.states import read_schedule
-from pretrain.extensions.adopt.megatron.tensor_parallel_parts import merge_qkv
-from pretrain.extensions.adopt.values import precision_of_dtype, whole_number
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.description import Parameter
 from pretrain.model.hf_names import TensorRule
@@ -53,7 +56,7 @@ _STATE = "optimizer.state."
 _MASTERS = ("param", "fp32_param")
 _ADAM = ("exp_avg", "exp_avg_sq")
 _NOT_WEIGHTS = ("optimizer", "rng_state", "rerun_state_machine")
-_EXTRA = re.compile(r".*_extra_state(/shard_[\d_.]+)?")  # of Transformer Engine: scales of fp8
+_EXTRA = re.compile(r".*_extra_state(/shard_[\d_.]+)?")  # states of Transformer Engine: scales of fp8
 # Classes in common.pt, besides tensors and containers. An empty Namespace is created, and nothing of the file is run.
 _ALLOWED: tuple[Any, ...] = (
     argparse.Namespace,
@@ -117,9 +120,9 @@ class _Source:
     """The tensor of Megatron Core, or the part of it, that holds one of our parameters."""
 
     parameter: Parameter
-    key: str  # of the weight
+    key: str  # key of the weight
     layer: int | None  # in a tensor that stacks the layers
-    half: int | None  # of the rows: the first half holds the gate, the second one the other matrix
+    half: int | None  # half of the rows: the first half holds the gate, the second one the other matrix
     is_vocabulary: bool
 
 

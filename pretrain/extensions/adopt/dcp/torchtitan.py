@@ -23,9 +23,8 @@ import torch
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.dcp.files import METADATA, DcpFiles
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, Shape
-from pretrain.extensions.adopt.megatron.names import BY_HEAD
-from pretrain.extensions.adopt.megatron.tensor_parallel_parts import merge_qkv
-from pretrain.extensions.adopt.values import precision_of_dtype
+from pretrain.extensions.adopt.mapping import precision_of_dtype
+from pretrain.extensions.adopt.megatron.names import BY_HEAD, merge_qkv
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.layers.rope import inverse_frequencies
 

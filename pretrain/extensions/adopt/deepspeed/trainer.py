@@ -9,16 +9,22 @@ import torch
 import transformers
 
 from pretrain.checkpoint.format.fragments import FileLocation
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import StoredParameters
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.errors import ConfigError, reason_of
 from pretrain.extensions.adopt.deepspeed import zero_files
 from pretrain.extensions.adopt.deepspeed.engine_files import EngineFiles
-from pretrain.extensions.adopt.deepspeed.trainer_settings import Effects, effects_of_arguments, effects_of_module
-from pretrain.extensions.adopt.deepspeed.training_arguments import TRAINING_ARGS, read_training_arguments, schedule_of
+from pretrain.extensions.adopt.deepspeed.trainer_settings import (
+    TRAINING_ARGS,
+    Effects,
+    effects_of_arguments,
+    effects_of_module,
+    read_training_arguments,
+    schedule_of,
+)
 from pretrain.extensions.adopt.deepspeed.zero_layout import FoundParameters, add_torch_optimizer
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, understood
+from pretrain.extensions.adopt.mapping import load_foreign_pickle
 from pretrain.extensions.adopt.optimizers import UNKNOWN_DECAY
 from pretrain.model.hf_names import HEAD
 from pretrain.model.own_models import transformers_config
@@ -149,7 +155,7 @@ def _global_batch_size(folder: Path, arguments: Mapping[str, Any]) -> int | None
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
     if not all(isinstance(arguments.get(key), int) for key in keys):
         return None
-    # with auto_find_batch_size, or several GPUs of one process, it is not that of the arguments
+    # under auto_find_batch_size, or several GPUs of one process, it is not that of the arguments
     batch = read_json(folder / _STATE).get("train_batch_size")
     return int((batch if isinstance(batch, int) else arguments[keys[0]]) * arguments[keys[1]] * _ranks(folder))
 

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from deepspeed.checkpoint import SubparamShape
 
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.deepspeed.universal_states import EngineStates, read_engine_states
 from pretrain.extensions.adopt.deepspeed.zero_files import with_schedule
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, Shape
-from pretrain.extensions.adopt.mapping import shapes_in_module
+from pretrain.extensions.adopt.mapping import load_foreign_pickle, module_shapes, shapes_in_module
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.hf_names import HEAD, TensorRule, name_in_module
-from pretrain.model.hf_weights import module_shapes, module_tensors, rules_by_module_tensors
+from pretrain.model.hf_weights import module_tensors, rules_by_module_tensors
 
 _NO_STATES = ("step",)  # files of a parameter that have no number for each weight
 # names of GPT-NeoX, Megatron-DeepSpeed and Megatron-LM in pipelines and without
@@ -88,7 +87,7 @@ class _Files:
     folder: Path
     config: ModelConfig
     rules: list[tuple[TensorRule, ...]] = field(init=False)
-    states: tuple[str, ...] = field(init=False)  # of the optimizer
+    states: tuple[str, ...] = field(init=False)  # states of the optimizer
     ours: bool = field(init=False, default=False)  # the files have this program's names
     prefix: str = field(init=False, default="")  # before each of transformers' names, if the model is a part of another
     stored_shapes: dict[str, Shape] = field(init=False)  # name in the files -> shape of the complete parameter

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.convert.universal import DECAYS
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError
 from pretrain.extensions.adopt.deepspeed.zero_files import global_batch_size, precision_of
 from pretrain.extensions.adopt.foreign_run import Omission
+from pretrain.extensions.adopt.mapping import load_foreign_pickle, loss_scale_of, number
 from pretrain.extensions.adopt.optimizers import Recognized, recognize
-from pretrain.extensions.adopt.values import loss_scale_of, number
 
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _ANOTHER = "use another checkpoint"
@@ -28,7 +27,7 @@ class EngineStates:
     optimizer_step: float
     skipped_steps: int
     optimizer: Recognized
-    # of all parameters, or of each one by its name in the files; None: not recorded
+    # one value of all parameters, or one of each by its name in the files; None: not recorded
     weight_decay: float | Mapping[str, float] | None
     groups: list[dict[str, Any]]  # settings of the optimizer's parameter groups
     scheduler: Mapping[str, Any] | None  # state of the learning-rate schedule; None: not recorded

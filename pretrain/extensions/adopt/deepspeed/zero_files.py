@@ -7,24 +7,23 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.checkpoint.format.shard_index import FP32
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.adopt.deepspeed.engine_files import (
     SAME_CHECKPOINT,
+    SUFFIX,
     EngineFiles,
+    map_numbers,
     module_tensors,
     open_files,
     param_groups,
 )
-from pretrain.extensions.adopt.deepspeed.swapped_files import SUFFIX, map_numbers
 from pretrain.extensions.adopt.deepspeed.trainer_settings import Effects, effects_of_module
 from pretrain.extensions.adopt.deepspeed.zero_layout import FoundParameters, find_parameters
 from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission, Shape, understood
+from pretrain.extensions.adopt.mapping import is_rounded, load_foreign_pickle, loss_scale_of
 from pretrain.extensions.adopt.optimizers import recognize
-from pretrain.extensions.adopt.parameter_order import is_rounded
-from pretrain.extensions.adopt.values import loss_scale_of
 from pretrain.model.hf_names import is_buffer
 
 # what engine.save_checkpoint writes; other keys are the program's own (client_state)
@@ -33,7 +32,7 @@ _ENGINE_KEYS = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_p
                 "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config",
                 "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "csr_tensor_module_names"}
 _ACCELERATE = "pytorch_model"  # folder of the engine's files in a folder of Accelerator.save_state
-# of a program that wraps the model
+# prefixes of programs that wrap the model
 _PREFIXES = ("module.", "_orig_mod.")
 
 

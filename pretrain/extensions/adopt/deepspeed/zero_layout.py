@@ -22,14 +22,14 @@ from pretrain.extensions.adopt.deepspeed.engine_files import (
     SAME_CHECKPOINT,
     EngineFiles,
     Shape,
+    SwappedFiles,
     base_state,
     module_tensors,
     param_groups,
     param_shapes,
     value_at,
 )
-from pretrain.extensions.adopt.deepspeed.swapped_files import SwappedFiles
-from pretrain.extensions.adopt.parameter_order import names_by_shape, names_by_values
+from pretrain.extensions.adopt.mapping import names_by_shape, names_by_values
 
 _LARGEST_PADDING = 128  # elements a rank; DeepSpeed 0.19.8 pads to a multiple of 2 elements a rank
 _FLATS = {"partitioned": "single_partition_of_fp32_groups", "stage 3": "fp32_flat_groups"}

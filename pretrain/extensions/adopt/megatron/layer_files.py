@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.pickles import load_foreign_pickle
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.adopt.mapping import load_foreign_pickle
 
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MP_RANK = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -74,7 +74,7 @@ class LayerFiles:
     folder: Path
     layers: Mapping[int, tuple[Path, ...]]  # index of a layer -> file of each tensor-parallel rank; {}: no pipeline
     mp_ranks: tuple[Path, ...]
-    zero: tuple[tuple[Path, ...], ...]  # for each mp rank, the file of each data-parallel rank; (): no such files
+    zero: tuple[tuple[Path, ...], ...]  # file of each data-parallel rank, by mp rank; (): no such files
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -1,25 +1,252 @@
 """Read a checkpoint of GPT-NeoX or Megatron-DeepSpeed: layers of a pipeline, tensor-parallel parts, ZeRO stage 1.
 
-layer_files.py lists the files, names.py says where each parameter is, tensor_parallel_parts.py merges its parts,
-rank_states.py reads master weights and optimizer states, tensors.py has them together, and states.py and config.py read
-the rest.
+layer_files.py lists the files, names.py says where each parameter is and merges its parts, and states.py and config.py
+read the rest. Master weights and optimizer states are in the ZeRO files or, without ZeRO, in the files of the mp ranks.
+Each master weight is compared with the layer file. Without an optimizer, the layer files have the weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretrain.errors import ConfigError
-from pretrain.extensions.adopt.foreign_run import ForeignRun
-from pretrain.extensions.adopt.mapping import shapes_in_module
+from pretrain.checkpoint.format.shard_index import FP32
+from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.adopt.foreign_run import ForeignRun, Omission
+from pretrain.extensions.adopt.mapping import module_shapes, precision_of_dtype, read_in_module, shapes_in_module
 from pretrain.extensions.adopt.megatron.config import megatron_config, neox_config
-from pretrain.extensions.adopt.megatron.layer_files import check_counts, find_files, load, load_layers
-from pretrain.extensions.adopt.megatron.names import BY_HEAD, BY_PART, NEOX, PeerLayout, find_layout
-from pretrain.extensions.adopt.megatron.states import Settings, read_settings, read_step, with_states
-from pretrain.extensions.adopt.megatron.tensors import Tensors
+from pretrain.extensions.adopt.megatron.layer_files import LayerFiles, check_counts, find_files, load, load_layers
+from pretrain.extensions.adopt.megatron.names import (
+    BY_HEAD,
+    BY_PART,
+    NEOX,
+    Key,
+    PeerLayout,
+    Place,
+    find_layout,
+    key_of,
+    merge,
+    merge_qkv,
+    part_shape,
+)
+from pretrain.extensions.adopt.megatron.states import (
+    RankStates,
+    Settings,
+    read_ranks,
+    read_settings,
+    read_step,
+    with_states,
+)
 from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.model.description import Parameter
+from pretrain.model.hf_names import TensorRule
+from pretrain.model.hf_weights import rules_by_module_tensors
+
+_VOCABULARY = ("embedding", "head")
+# biases that GPT-NeoX adds on each tensor-parallel rank before the sum over ranks, if attention and MLP are parallel
+# (megatron/model/transformer.py, gpt_j_residual; mpu/layers.py, RowParallelLinear with parallel_output)
+_SUMMED = ("attention.out.bias", "mlp.down.bias")
+_OTHER_MODEL = "name the config.json of this model by --model"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of our parameters, and where theirs is."""
+
+    parameter: Parameter
+    place: Place
+    kind: str  # kind of the layer
+
+
+@dataclass
+class Tensors:
+    """The tensors of a checkpoint, under transformers' names.
+
+    Raises ConfigError unless the files have all parameters of the model, in the right shapes, and no others.
+    """
+
+    files: LayerFiles
+    layers: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]  # index -> content of the file of each rank
+    layout: PeerLayout
+    model: ModelConfig
+    qkv_order: str
+    rules: list[tuple[TensorRule, ...]] = field(init=False)
+    sources: dict[str, Source] = field(init=False)  # by our name
+
+    def __post_init__(self) -> None:
+        self.rules = rules_by_module_tensors(self.model)
+        self.sources = dict(self._find_sources())
+        self._check()
+
+    def _find_sources(self) -> Iterable[tuple[str, Source]]:
+        for ours, parameter, layer, block in self.model.placed_parameters():
+            kind = "embedding norm" if layer.class_name == "EmbeddingNorm" else layer.kind
+            known = kind != "block" or block < self.layout.num_blocks
+            place = self.layout.place(kind, block, parameter.name, gated=self.model.gated_mlp) if known else None
+            if place is None:
+                what = f"{parameter.name} of block {block}" if kind == "block" else f"the {kind}"
+                raise ConfigError(f"{self.files.folder}: {what}", problem="the model of the config.json has this "
+                                  "parameter, and the checkpoint does not", remedy=_OTHER_MODEL)
+            yield ours, Source(parameter, place, kind)
+
+    @cached_property
+    def ranks(self) -> tuple[RankStates, ...]:
+        """The optimizer's part of each mp rank; () without an optimizer."""
+        return read_ranks(self.files, self.layers, self.layout)
+
+    @cached_property
+    def _places(self) -> dict[tuple[Key, int], list[tuple[RankStates, str]]]:
+        """For a key and a tensor-parallel rank: mp rank and name in it, for each pipeline stage that has a copy."""
+        found: dict[tuple[Key, int], list[tuple[RankStates, str]]] = {}
+        for number, rank in enumerate(self.ranks):
+            for name in rank.shapes:
+                key = key_of(name, self.layout)
+                if key is None or key[1] not in self.layout.names.get(key[0], ()):
+                    raise ConfigError(f"{self.files.mp_ranks[number]}: param_shapes: {shorten(name)}",
+                                      problem="no layer file has this parameter",
+                                      remedy="copy all files of one checkpoint")
+                found.setdefault((key, number % self.files.tensor_parallel_size), []).append((rank, name))
+        return found
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Optimizer states with a number for each weight."""
+        return self.ranks[0].states if self.ranks else ()
+
+    @property
+    def precision(self) -> str:
+        """Precision of the model's weights."""
+        dtype = self.layers[self.layout.embedding][0]["word_embeddings.weight"].dtype
+        return precision_of_dtype(dtype)
+
+    def _check(self) -> None:
+        """Compare names and shapes of all parts with the model's. Raises ConfigError."""
+        used = {source.place.key for source in self.sources.values()}
+        for index, names in self.layout.names.items():
+            for name in sorted(names - {key[1] for key in used if key[0] == index}):
+                raise ConfigError(f"{self.files.path(index, 0)}: {shorten(name)}", problem="the checkpoint has this "
+                                  "parameter, and the model of the config.json does not", remedy=_OTHER_MODEL)
+        for source in self.sources.values():
+            self._check_shapes(source)
+
+    def _check_shapes(self, source: Source) -> None:
+        (index, name), ranks = source.place.key, self.files.tensor_parallel_size
+        for rank in range(ranks):
+            where = f"{self.files.path(index, rank)}: {name}"
+            found = tuple(self.layers[index][rank][name].shape)
+            rows = len(self.layers[index][0][name]) * ranks if source.kind in _VOCABULARY else 0
+            if rows and rows < self.model.vocab_size:
+                raise ConfigError(where, found=f"{rows} rows in the parts of all ranks", expected="at least "
+                                  f"{self.model.key('vocab_size')} {self.model.vocab_size}", remedy=_OTHER_MODEL)
+            expected = part_shape(source.parameter, ranks, is_half=source.place.half is not None, vocab_rows=rows)
+            if found != expected:
+                parts = f"{ranks} parts of {list(source.parameter.shape)}"
+                raise ConfigError(where, found=f"a part of shape {list(found)}", remedy=_OTHER_MODEL, expected=parts
+                                  if expected is None else f"{list(expected)}, of {parts}")
+            if self.ranks:
+                copies = self._places.get(((index, name), rank), [])
+                if not copies or any(other.shapes[full] != found for other, full in copies):
+                    raise ConfigError(where, problem="the optimizer has no parameter of this shape for it",
+                                      remedy="copy all files of one checkpoint")
+
+    def read(self, name: str, state: str) -> torch.Tensor:
+        """Return a complete tensor under transformers' name, in fp32. Raises ConfigError."""
+        return read_in_module(name, self.rules, self.model, lambda ours: self._ours(ours, state))
+
+    def _ours(self, name: str, state: str) -> torch.Tensor:
+        """Return a complete parameter of ours."""
+        source = self.sources[name]
+        parts = [self._part(source, rank, state) for rank in range(self.files.tensor_parallel_size)]
+        if source.parameter.split_dim is None:
+            total = torch.stack(parts)
+            return total.sum(0) if self._is_summed(source) and state == FP32 else \
+                parts[0] if self._are_equal(parts) else total.mean(0)
+        if source.parameter.name.startswith("attention.qkv."):
+            return merge_qkv(parts, self.model, self.qkv_order)
+        merged = merge(parts, source.parameter, half=source.place.half)
+        return merged[:self.model.vocab_size] if source.kind in _VOCABULARY else merged
+
+    @staticmethod
+    def _are_equal(parts: Sequence[torch.Tensor]) -> bool:
+        return all(torch.equal(part, parts[0]) for part in parts[1:])
+
+    def _part(self, source: Source, rank: int, state: str) -> torch.Tensor:
+        """Return the part of one tensor-parallel rank. Master weights are compared with the layer file."""
+        (index, name), path = source.place.key, self.files.path(source.place.key[0], rank)
+        weights = self.layers[index][rank][name]
+        if not self.ranks:
+            return weights.float()
+        copies = self._places[(index, name), rank]
+        part = copies[0][0].read(copies[0][1], state)
+        if state != FP32:
+            return part
+        if not torch.equal(part.to(weights.dtype), weights):
+            raise ConfigError(f"{path}: {name}", problem=f"it is not the rounded master weight in {copies[0][0].path}",
+                              remedy="copy all files of one checkpoint, or use another one")
+        # only this parameter of a tied embedding is synchronized (deepspeed/runtime/pipe/module.py, tied_weight_attr)
+        for other, full in copies[1:] if name == "word_embeddings.weight" else []:
+            if not torch.equal(other.read(full, state), part):
+                raise ConfigError(f"{other.path}: {full}", problem="the tied embedding of this pipeline stage differs "
+                                  f"from the one in {copies[0][0].path}", remedy="use another checkpoint")
+        return part
+
+    def _is_summed(self, source: Source) -> bool:
+        return self.layout.program == NEOX and self.model.parallel_residual and source.parameter.name in _SUMMED \
+            and self.files.tensor_parallel_size > 1
+
+    def omissions(self) -> list[Omission]:
+        """Return what merging the tensor-parallel parts loses."""
+        summed = [name for name, source in self.sources.items() if self._is_summed(source)]
+        found = []
+        ranks = self.files.tensor_parallel_size
+        if summed:
+            found.append(Omission("other_states", f"GPT-NeoX has {ranks} summands of {len(summed)} biases, one on each "
+                              f"tensor-parallel rank, and each is updated: their sum learns {ranks} times as fast as "
+                              "the one bias here"))
+        differing = self._differing_copies()
+        if differing:
+            largest = max(differing.values())
+            found.append(Omission("other_states", f"the copies of {len(differing)} parameters on tensor-parallel ranks "
+                              f"differ by up to {largest:.2g}, and their mean is taken, as GPT-NeoX's "
+                              "convert_neox_to_hf.py does"))
+        return found
+
+    def _differing_copies(self) -> dict[str, float]:
+        """Return name -> largest difference of copies that should be equal on all tensor-parallel ranks."""
+        found = {}
+        for name, source in self.sources.items():
+            if source.parameter.split_dim is None and not self._is_summed(source):
+                parts = [self._part(source, rank, FP32) for rank in range(self.files.tensor_parallel_size)]
+                if not self._are_equal(parts):
+                    found[name] = max(float((part - parts[0]).abs().max()) for part in parts)
+        return found
+
+    def notes(self) -> list[str]:
+        """Return what users should know about the tensors."""
+        found = []
+        rows = sum(len(part["word_embeddings.weight"]) for part in self.layers[self.layout.embedding])
+        key, size = self.model.key("vocab_size"), self.model.vocab_size
+        if rows > size:
+            found.append(f"{rows - size} of the {rows} rows of the vocabulary pad it, and are left out; "
+                         f"{self.layout.program} has their logits in its loss")
+        elif rows == size:
+            found.append(f"{key} is {size}, with the rows that may pad the vocabulary: their logits are in the loss of "
+                         f"{self.layout.program}")
+        return found
+
+    def weight_decay(self) -> dict[str, float]:
+        """Return the weight decay of each parameter under transformers' name; {} if it is not recorded."""
+        found: dict[str, float] = {}
+        for rules in self.rules if self.ranks else []:
+            for name in module_shapes(rules, self.model):
+                states, full = self._places[self.sources[rules[0].ours].place.key, 0][0]
+                if "weight_decay" not in states.group(full):
+                    return {}
+                found[name] = float(states.group(full)["weight_decay"])
+        return found
 
 
 def read(folder: Path, config: Mapping[str, Any] | None) -> ForeignRun:

@@ -1,4 +1,5 @@
-"""The place of each parameter in GPT-NeoX and Megatron-DeepSpeed: layer, name inside the layer, and order of the rows.
+"""The place of each parameter in GPT-NeoX and Megatron-DeepSpeed: layer, name inside the layer, order of the rows, and
+its part on each tensor-parallel rank.
 
 Positions in the pipeline (GPT-NeoX megatron/model/gpt2_model.py, init_specs; Megatron-DeepSpeed
 megatron/model/gpt_model.py, GPTModelPipe): functions without parameters are counted as layers, so that there are gaps.
@@ -19,13 +20,20 @@ Rows of query_key_value on one tensor-parallel rank:
 
 A gated MLP has both input matrices in one. GPT-NeoX has `up` first (Gated_Activation: the second half passes the
 activation), Megatron-DeepSpeed `gate` (ParallelMLP, swiglu).
+
+How ranks divide a parameter follows from its description (`Parameter.split_dim`): column-parallel matrices and the
+vocabulary by rows, row-parallel ones by columns, and each rank has a copy of the rest. Each rank has a part of `gate`
+and a part of `up`.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from pretrain.errors import ConfigError, shorten
+from pretrain.model.description import ModelConfig, Parameter
 
 NEOX, MEGATRON = "GPT-NeoX", "Megatron-DeepSpeed"
 BY_HEAD, BY_PART = "by head", "by part"  # order of the rows of query_key_value
@@ -38,7 +46,7 @@ _BLOCK = {
     "mlp.gate": ("mlp.w1",), "mlp.up": ("mlp.w3", "mlp.linear1", "mlp.dense_h_to_4h"),
     "mlp.down": ("mlp.w2", "mlp.linear2", "mlp.dense_4h_to_h"),
 }
-_STACKED = ("mlp.linear1", "mlp.dense_h_to_4h")  # with a gate: both matrices
+_STACKED = ("mlp.linear1", "mlp.dense_h_to_4h")  # both matrices, if there is a gate
 _BUFFER = re.compile(r".*rotary_emb\.inv_freq")  # older versions of GPT-NeoX save it
 TIED = "tied_modules.embed."
 
@@ -50,7 +58,7 @@ class Place:
     """The parameter of theirs that holds one of ours."""
 
     key: Key
-    half: int | None = None  # of its rows: the first or second half holds ours
+    half: int | None = None  # half of its rows: the first or second half holds ours
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class PeerLayout:
     num_blocks: int
     final_norm: int
     head: int | None  # None: tied
-    names: Mapping[int, frozenset[str]]  # of the parameters in each layer
+    names: Mapping[int, frozenset[str]]  # names of the parameters in each layer
 
     def place(self, kind: str, block: int, name: str, *, gated: bool) -> Place | None:
         """Return where a parameter of ours is; None: the checkpoint does not have it.
@@ -144,3 +152,52 @@ def key_of(name: str, layout: PeerLayout) -> Key | None:
         return layout.embedding, name.removeprefix(TIED)
     index, _, rest = name.removeprefix("sequential.").partition(".")
     return (int(index), rest) if index.isdecimal() and rest else None
+
+
+def part_shape(parameter: Parameter, ranks: int, *, is_half: bool, vocab_rows: int = 0) -> tuple[int, ...] | None:
+    """Return the shape of the part of one rank; None if the ranks cannot divide the parameter.
+
+    Args:
+        is_half: theirs stacks two parameters of this shape.
+        vocab_rows: of the padded vocabulary, for a parameter with a row for each token; 0: another parameter.
+    """
+    shape, dim = list(parameter.shape), parameter.split_dim
+    if vocab_rows:
+        shape[0] = vocab_rows
+    if dim is None:
+        return tuple(shape)
+    if shape[dim] % ranks:
+        return None
+    shape[dim] = shape[dim] // ranks * (2 if is_half else 1)
+    return tuple(shape)
+
+
+def merge(parts: Sequence[torch.Tensor], parameter: Parameter, *, half: int | None) -> torch.Tensor:
+    """Return the complete parameter, with the rows that pad a vocabulary. All copies must have been compared."""
+    if parameter.split_dim is None:
+        return parts[0]
+    if half is not None:
+        parts = [part.chunk(2)[half] for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), parameter.split_dim)
+
+
+def merge_qkv(parts: Sequence[torch.Tensor], config: ModelConfig, order: str) -> torch.Tensor:
+    """Return all rows of queries, then those of keys, then those of values, each by head.
+
+    Args:
+        parts: weight or bias of query_key_value of each rank.
+        order: of a part's rows. BY_HEAD: for each key head, its queries, its key, its value; otherwise all queries, all
+            keys, all values.
+    """
+    ranks, size = len(parts), config.head_size
+    queries, keys = config.num_heads // ranks, config.num_kv_heads // ranks
+    separated: list[Sequence[torch.Tensor]] = []
+    for part in parts:
+        rest = part.shape[1:]
+        if order == BY_HEAD:
+            by_head = part.view(keys, queries // keys + 2, size, *rest)
+            split = by_head.split([queries // keys, 1, 1], dim=1)
+            separated.append([rows.reshape(-1, *rest) for rows in split])
+        else:
+            separated.append(part.split([queries * size, keys * size, keys * size]))
+    return torch.cat([rows[index] for index in range(3) for rows in separated])

@@ -44,6 +44,7 @@ class Report {
 
   /** Fill the page. Called again when an update brings new rows, events or settings. */
   build() {
+    Object.assign(extensionEvents, this.data.extension_events);
     const {runs, differences} = this.data, total = runs.reduce((sum, run) => sum + run.rows, 0);
     const old = runs.reduce((sum, run) => sum + run.abandoned_rows, 0);
     const reduced = runs.some((run) => run.reduced) ? "; reduced: a line is the mean of several rows, its band their range" : "";

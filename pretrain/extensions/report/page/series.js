@@ -5,16 +5,18 @@ const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
 
 // [colour, shape, whether a line crosses the plot, kinds of events]
 const EVENT_STYLES = [
-  ["--bad", "▼", true, ["skip", "spike", "off_curve", "rollback", "corruption", "recomputation", "hang", "crash", "silent", "guard",
-                         "not_finite", "not_started", "rejected", "slow_rank", "save_failed", "data_changed", "data_replaced"]],
-  ["--end", "▼", false, ["store_wait", "after_save_failed", "tasks_failed"]],
-  ["--accent", "●", true, ["resume", "on_curve", "slow_rank_over", "finished"]],
+  ["--bad", "▼", true, ["skip", "spike", "rollback", "corruption", "hang", "crash", "silent", "guard",
+                         "not_finite", "not_started", "rejected", "save_failed", "data_changed", "data_replaced"]],
+  ["--end", "▼", false, ["store_wait", "after_save_failed"]],
+  ["--accent", "●", true, ["resume", "finished"]],
   ["--accent", "●", false, ["start", "init"]],
   ["--change", "◆", true, ["override", "branch", "batch", "other_data"]],
   ["--end", "■", true, ["stop", "early_stop", "signal"]],
   ["--neutral", "|", false, ["save"]],
 ];
-const eventStyle = (kind) => EVENT_STYLES.find((style) => style[3].includes(kind)) || ["--neutral", "●", false];
+const extensionEvents = {};  // kind -> index of EVENT_STYLES: `extension_events` of the data
+const eventStyle = (kind) => EVENT_STYLES[extensionEvents[kind]] || EVENT_STYLES.find((style) => style[3].includes(kind))
+  || ["--neutral", "●", false];
 
 // metrics: [key of metrics.jsonl, label], by default only the panel's id; smooth: noisy values
 const PANELS = [

@@ -97,7 +97,7 @@ def main() -> None:
     trainer, losses = Trainer(job), []
     trainer.metrics_processor.log = lambda step, mean, *_, **__: losses.append(float(mean))
     trainer.train()
-    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:  # of a pipeline, the stage with the loss
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:  # the stage with the loss, of a pipeline
         Path(sys.argv[2]).write_text(json.dumps(losses))
     trainer.close()
     torch.distributed.destroy_process_group()

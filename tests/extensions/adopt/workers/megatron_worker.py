@@ -192,7 +192,7 @@ class Block(nn.Module):
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values [batch, tokens, heads, size]."""
-        if self.program == "neox":  # with grouped queries
+        if self.program == "neox":  # grouped queries
             parts = qkv.split([self.heads * self.size, self.keys * self.size, self.keys * self.size], -1)
             q, k, v = (part.unflatten(-1, (-1, self.size)) for part in parts)
         else:

@@ -15,8 +15,8 @@ from pretrain import trainer
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import running_environment
 from pretrain.errors import CorruptionError, GuardError
-from pretrain.extensions.replay.order import ReplayOrder
-from pretrain.extensions.replay.replayed_steps import ReplayedSteps
+from pretrain.extensions.replay.extension import ReplayOrder
+from pretrain.extensions.replay.samples import ReplayedSteps
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.watchdog import TimeOuts, rank_guards
 from tests.distributed.workers.worker import start_of

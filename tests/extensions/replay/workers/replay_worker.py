@@ -1,13 +1,13 @@
-"""One rank of a test: train runs with a planted fault, and question them with replays in the same processes.
+"""One rank of a test: train runs with a planted fault, and examine them with replays in the same processes.
 
 A case is one of
 
     {"job": "train", ...}       a case of plant_worker.py
     {"job": "replay", "name", "run", "step", "repeats", "plant"}
-                                question step "step" of the run folder "run". The fault "plant" acts in each replay. The
-                                result is the verdict.
+                                examine step "step" of the run folder "run". The fault "plant" acts in each replay. The
+                                result is that of the replay.
     {"job": "replays", "name", "run", "step", "replays"}
-                                train replays, and leave the verdict to the caller. Each of "replays" is {"folder",
+                                train replays, and leave the result to the caller. Each of "replays" is {"folder",
                                 "plant", "cross_check", "examine"}. The result is {"error"}.
 
 Each result also has "cpu_s": the CPU time of all ranks.
@@ -29,9 +29,8 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.world import running_environment
 from pretrain.errors import ConfigError, CorruptionError
-from pretrain.extensions.replay.launch import Layout, prepare
-from pretrain.extensions.replay.order import ReplayOrder, read_order
-from pretrain.extensions.replay.question import Replay, order_of, question, read_replay
+from pretrain.extensions.replay.examine_step import Layout, Replay, order_of, prepare, question, read_replay
+from pretrain.extensions.replay.extension import ReplayOrder, read_order
 from pretrain.extensions.replay.target import Target, find_target
 from pretrain.monitor import announce
 from pretrain.resilience.launcher_watch import LauncherWatch
@@ -66,7 +65,7 @@ def train_replay(folder: Path, target: Target, order: ReplayOrder, plant: Plant 
 
 
 def replay_in_process(case: dict[str, Any]) -> dict[str, Any]:
-    """Question a step, on all ranks: they read the same files, and so come to the same verdict."""
+    """Examine a step, on all ranks: they read the same files, and so come to the same result."""
     target = find_target(Path(case["run"]), case["step"], case.get("before_rollback"))
     dist.barrier()
 

@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 from pretrain.data.loader import Loader
 from pretrain.engine import build, examine
 from pretrain.engine.steps import loss_scale
-from pretrain.extensions.sanity.result import table_lines
+from pretrain.extensions.sanity.extension import table_lines
 from pretrain.extensions.sanity.run_checks import run_checks
 from pretrain.model.kernels.torch_attention import ATTENTION
 from pretrain.model.layers.block import Block

@@ -20,7 +20,7 @@ from pretrain.config.flags.arguments import data_spec
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.data.data_spec import split_words
 from pretrain.errors import FINISHED, REJECTED, ConfigError
-from pretrain.extensions.supervise.launch_command import hostfile_of, run_folder, train_flags, with_separator
+from pretrain.extensions.supervise.next_start import hostfile_of, run_folder, train_flags, with_separator
 from pretrain.extensions.supervise.supervisor import SupervisorSettings, supervise
 from pretrain.extensions.supervise.supervisor_files import RESTART_LOG
 from pretrain.monitor.read_run_folder import read_rows
@@ -33,7 +33,7 @@ from tests.extensions.supervise.chaos.results import ChaosResult, compared, coun
 from tests.extensions.supervise.chaos.watch import CheckpointLedger, RunWatch
 
 RESULT = "chaos.json"
-LONGEST_STEP_TIMEOUT_S = 60.0  # with a longer --step_timeout, each `hang` would take that long
+LONGEST_STEP_TIMEOUT_S = 60.0  # a longer one makes, each `hang` would take that long
 _GRACE_S = 60.0  # time to save after a signal to this program
 _FEWEST_STEPS = 8
 _HOOKS = Path(__file__).parent / "hooks"

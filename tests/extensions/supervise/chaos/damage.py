@@ -13,7 +13,7 @@ from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE
 from pretrain.errors import ConfigError
 from tests.extensions.supervise.chaos.processes import NotAppliedError
 
-_KEPT_BYTES = 2**16  # of a truncated .bin
+_KEPT_BYTES = 2**16  # bytes that remain of a truncated .bin
 
 
 def damage_checkpoint(kind: str, folder: Path, manifest: Manifest, random: Random) -> str:

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 Effect = Literal["ends", "damages", "continues"]
-_STARTING_FRACTION = 0.15  # of the faults that end a start: they hit the run before its first step
+_STARTING_FRACTION = 0.15  # fraction of the faults that end a start: they hit the run before its first step
 _STEPS_WITH_FAULTS = 0.8  # fraction of the run: between a signal and the save that it causes, there may be many steps
 _MAY_HIT_A_START = ("kill_rank", "kill_launcher", "signal")
 _FIRST_BAD_STEP = 3
@@ -49,7 +49,7 @@ class Fault:
     step: int  # the fault is applied when this step has been logged
     when: Literal["running", "down", "starting"]  # "down": no process of the run exists
     delay: float  # running: fraction of a step to wait; starting: fraction of the time from start to first step
-    seed: int  # of the random choices: process, signal, file, bit
+    seed: int  # seed of the random choices: process, signal, file, bit
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from random import Random
 import psutil
 
 from pretrain.cluster.hosts.probe import find_ranks
-from pretrain.extensions.supervise.launch_command import identity
+from pretrain.extensions.supervise.next_start import identity
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

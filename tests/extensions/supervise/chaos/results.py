@@ -22,15 +22,15 @@ class ChaosResult:
     """Everything that the report shows, and RUN/chaos.json contains."""
 
     seed: int
-    exit_code: int  # of the last start
+    exit_code: int  # exit code of the last start
     kinds: Kinds
     faults: list[AppliedFault]
     planned: int
-    steps: int  # of the reference
+    steps: int  # steps of the reference
     missing_steps: int  # steps of the reference that the run has not logged
     wrong_steps: int  # logged steps that differ from the reference
     lost: list[str]  # a line for each lost checkpoint
-    hashes: tuple[str, str]  # of the final weights and optimizer states: run, reference
+    hashes: tuple[str, str]  # hashes of the final weights and optimizer states: run, reference
     failure: str = ""  # why the run was ended early
     starts: list[dict[str, Any]] = field(default_factory=list)  # rows of restarts.jsonl
 

@@ -18,7 +18,7 @@ class RunWatch:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._first_rows: list[int] = []  # for each start: number of steps that were logged before it
+        self._first_rows: list[int] = []  # number of steps that were logged before each start
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the rows of training steps, of all starts."""

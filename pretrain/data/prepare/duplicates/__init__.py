@@ -1,1 +1,0 @@
-"""Documents that have been seen: exact duplicates by the digest of their tokens, similar ones by signatures."""

@@ -1,0 +1,1 @@
+"""Merge token files and shards of a preparation, and split token files."""

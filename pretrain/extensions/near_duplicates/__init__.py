@@ -1,0 +1,1 @@
+"""Near-duplicates: documents that are similar to an earlier one."""
