@@ -162,7 +162,8 @@ class Extension:
     # (args) -> names of environment variables that hold secrets: only the owner of a start sees them
     secrets: "str | Callable[[RunArguments], Iterable[str]]" = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
-    # extensible subcommand -> function of its parser, or of the subparsers if it has them, that adds to these
+    # extensible subcommand -> function of its parser, or of the subparsers if it has them, that adds to these; of
+    # `evaluate`: see Scoring in commands/evaluate.py
     extends: "Mapping[str, str | Callable[[Any], None]]" = field(default_factory=dict)
     requests: Mapping[str, RequestFile] = field(default_factory=dict)  # by the names of the files
     files: tuple[str, ...] = ()  # in the run folder, that `RunFolder.append` writes
