@@ -190,9 +190,11 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     return _check(type(None) if kind is None else kind, value, where)
 
 
-def _key(kind: Any, key: str, where: str) -> Any:
+def _key(kind: Any, key: Any, where: str) -> Any:
     if kind is not int:
         return _build(kind, key, where)
+    if type(key) is int:  # YAML has such keys
+        return key
     if not key.isascii() or not key.isdecimal() or len(key) > 18:
         raise ValueError(f"{_join(where, key)} is not a whole number")
     return int(key)
