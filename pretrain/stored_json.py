@@ -195,8 +195,8 @@ def _key(kind: Any, key: Any, where: str) -> Any:
         return _build(kind, key, where)
     if type(key) is int:  # YAML has such keys
         return key
-    if not key.isascii() or not key.isdecimal() or len(key) > 18:
-        raise ValueError(f"{_join(where, key)} is not a whole number")
+    if not isinstance(key, str) or not key.isascii() or not key.isdecimal() or len(key) > 18:
+        raise ValueError(f"{_join(where, str(key))} is not a whole number")
     return int(key)
 
 
