@@ -22,8 +22,9 @@ layers =
     dcp
     megatron
     deepspeed
-    mapping | run_files | parameter_order | optimizers | values
-    foreign_run | weight_decay
+    mapping | run_files
+    optimizers
+    foreign_run
     extension
 """
 
