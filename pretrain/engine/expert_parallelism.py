@@ -1,6 +1,6 @@
 """Expert parallelism on DeepSpeed's engine: its expert groups, and parameters that it treats as experts.
 
-The layers of the model send the tokens (model/layers/experts.py). DeepSpeed 0.19.8 does the rest for
+The layers of the model send the tokens (model/parallel/token_exchange.py). DeepSpeed 0.19.8 does the rest for
 parameters that have `allreduce` False and a `group_name` (moe/utils.py, is_moe_param): it sums their gradients over the
 ranks with the same experts, divides them by the number of all data-parallel ranks (runtime/zero/stage_1_and_2.py,
 average_tensor), and ZeRO divides them over the ranks with the same experts. Norms and overflows are global.

@@ -197,7 +197,7 @@ def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict
 # host
 NOT_COUNTED = ("pretrain/extensions/", "pretrain/model/layers/experts.py", "pretrain/engine/patches/late_skip.py")
 CHECK = "pretrain/engine/patches/skip.py"  # of an update in fp32 at ZeRO-0
-EXCHANGE = "pretrain/model/layers/experts.py"
+EXCHANGE = "pretrain/model/parallel/token_exchange.py"
 
 
 def reads(rank: dict[str, Any], start: str) -> int:

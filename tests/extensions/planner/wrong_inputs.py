@@ -1,6 +1,6 @@
 """Wrong command lines of `compare` with the planner's flags: see tests/wrong_inputs/commands.py."""
 
-from tests.wrong_inputs.case import LONG
+from tests.wrong_inputs.paths import LONG
 
 _FOLDER = {"folder": "{world}/nvme"}
 OUTPUT_FILES = [*((("compare",), f"RIGHT {flag} PATH", _FOLDER, flag) for flag in ("--json", "--csv")),

@@ -78,7 +78,7 @@ def _deal_tokens_to_experts(moe: Any) -> None:
 
 
 def _count_rows_on_the_host(experts: Any) -> None:
-    from pretrain.model.layers.experts import Exchange
+    from pretrain.model.parallel.token_exchange import Exchange
 
     def plan_exchange(counts_E: Any, group: Any) -> Any:
         import torch
