@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from pretrain.distributed.requirements import deepspeed_version, is_at_least
-from tests.distributed.memory.test_traffic import (
+from tests.support.cases import case, flags
+from tests.support.launch import ROOT, run_worker
+from tests.support.traffic_layouts import (
     CONFIGS,
     FLAGS,
     MASKED,
@@ -15,8 +17,6 @@ from tests.distributed.memory.test_traffic import (
     reads,
     shared_flags,
 )
-from tests.support.cases import case, flags
-from tests.support.launch import ROOT, run_worker
 
 IN_PAGE = ("zero0_bf16", "zero0_fp16", "zero1", "zero1_masked", "zero2", "zero2_offload", "zero3", "pipeline2",
            "pipeline2_masked", *SHARED_CONFIGS)
