@@ -9,7 +9,7 @@ import fcntl
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -153,14 +153,9 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-@contextlib.contextmanager
-def writing(where: str, remedy: str = "") -> Iterator[None]:
+def writing(where: str, remedy: str = "") -> contextlib.AbstractContextManager[None]:
     """Raise ConfigError for an OSError of a block that writes files, for example if the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(where, problem=f"the files cannot be written: {error.strerror or error}",
-                          remedy=remedy) from None
+    return file_errors(where, "the files cannot be written: {}", remedy)
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

@@ -1,4 +1,4 @@
-"""What a maintainer has to carry: limits that only ever go down. A new extension has a budget of its own instead.
+"""Size of what a maintainer has to carry: limits that only go down. A new extension has a budget of its own instead.
 
 `python -m tests.test_size` prints the numbers.
 """

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.ds_json.read import DsFile, get_value
-from pretrain.config.flags.arguments import RunArguments, data_spec
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import OverrideRecord
 from pretrain.config.layout import Layout
 from pretrain.config.model_of_run import Origin
@@ -123,10 +122,10 @@ class Plan:
         """Return the value of a dotted key of `ds_config`."""
         return get_value(self.ds_config, dotted, default)
 
-    @cached_property
+    @property
     def data(self) -> DataSpec:
         """The data as the flags name it."""
-        return data_spec(self.args)
+        return self.args.data
 
     @property
     def read_order(self) -> "ReadOrder":

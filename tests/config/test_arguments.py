@@ -8,7 +8,7 @@ import pytest
 
 from pretrain.cli import OWNED, Parser, note_old_name
 from pretrain.cluster.hosts.preflight import preflight_request
-from pretrain.config.flags.arguments import FLAGS, data_spec
+from pretrain.config.flags.arguments import FLAGS
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.errors import ConfigError
 from pretrain.old_names import OLD_NAMES
@@ -60,12 +60,12 @@ def test_several_data_sets(tmp_path: Path) -> None:
     path.write_text("train_data: [0.5, data/a, 1e-1, data/007]\nvalid_data:\n- web=data/c\n- data/d\nsplit: 9,1\n")
     args = parse_arguments(["--config", str(path), "--save", "run"])
     assert args.train_data == ["0.5", "data/a", "1e-1", "data/007"]
-    spec = data_spec(parse_arguments(["--config", str(path), "--train_data", "2", "x", "1", "y"]))
+    spec = parse_arguments(["--config", str(path), "--train_data", "2", "x", "1", "y"]).data
     assert (spec.train, spec.weights) == (("x", "y"), (2, 1)), "the command line wins"
     assert spec.valid == (("valid/web", "data/c"), ("valid/d", "data/d"))
     path.write_text("train_data: a b\nsave: run\n")
     args = parse_arguments(["--config", str(path)])
-    assert data_spec(args).train == ("a b",), "a plain string is one prefix"
+    assert args.data.train == ("a b",), "a plain string is one prefix"
     files = preflight_request(args, ["--config", str(path)], tmp_path).files
     assert {str(tmp_path / "a b.bin"), str(tmp_path / "a b.idx")} <= set(files)
 

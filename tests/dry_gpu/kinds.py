@@ -1,4 +1,4 @@
-"""What the tables of runs and commands on a dry GPU have: also those of the tests of extensions (gpu_runs.py)."""
+"""Rows of the tables of runs and commands on a dry GPU, also in the tests of extensions (gpu_runs.py)."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

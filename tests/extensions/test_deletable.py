@@ -30,7 +30,6 @@ USED: dict[str, dict[str, Any]] = {
 ORDINARY = {"fp8", "hint", "models", "notify", "profile", "recomputation"}
 # files of the core that may name extensions: deleting the folder leaves them correct
 NAMED_IN = {
-    "tests/data/prepare/helpers.py",  # skips merges of shards where nothing merges them
     "tests/foreign_files/payloads.py",  # hostile texts with keys that would act
     "tests/monitor/test_repeat_command.py",  # secret flags of each extension
     "tests/support/supervised.py"}  # starts launch/supervise.py

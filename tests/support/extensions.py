@@ -21,6 +21,7 @@ def modules_of_extensions(module: str) -> Iterator[ModuleType]:
     DETERMINISTIC, flags of tests/gpu/test_runs.py.
     preparations: SOURCES, name -> (corpus, the same as Parquet, folder) -> context manager of the inputs, for
     tests/data/prepare/test_combinations.py.
+    shards: merge_shards_of, as in tests/data/prepare/helpers.py.
     device_reads: ALLOWED, as in tests/distributed/test_metrics.py.
     """
     for path in sorted(ROOT.glob(f"tests/extensions/*/{module}.py")):

@@ -23,6 +23,7 @@ _TOKENS = 200_000_000  # of uint16
 _SEQ_LENGTH, _MICRO_BATCH, _ACCUMULATION = 2048, 4, 4  # one rank
 _STEP_SECONDS = (2.0, 0.5, 0.1)
 _SECONDS = 20.0  # of one measurement
+_PAGE_BYTES = 2**16  # of the cache of the extension that reads the store
 _SMALL_CACHE = 2**24  # bytes: 4% of the file, so that nearly each sample is requested from the store
 
 
@@ -64,7 +65,7 @@ def store(context: BenchContext, report: ReportProgress) -> BenchSection:
              f"tokens a step, in samples of {_SEQ_LENGTH} at random places of a file of {2 * _TOKENS / 1e6:.0f} MB; "
              f"the step itself is a pause. The first step is not counted. The cache is empty at first; each row took "
              f"{_SECONDS:.0f} s.",
-             f"A cache of {_SMALL_CACHE / 1e6:.0f} MB has {_SMALL_CACHE // 2**16} pages."]
+             f"A cache of {_SMALL_CACHE / 1e6:.0f} MB has {_SMALL_CACHE // _PAGE_BYTES} pages."]
     return BenchSection("store", "Data in an object store",
                         ["data", "tokens/s", "waiting for data", "longest", "requests/s", "cores"], rows, notes,
                         failures, {"figures": {name: asdict(each) for name, each in figures.items()}})

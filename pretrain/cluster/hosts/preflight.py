@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.cluster.hosts import probe
 from pretrain.cluster.hosts.remote import HostError, Transport, call_on_all, call_probe
-from pretrain.config.flags.arguments import RunArguments, data_spec
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import read_yaml
 from pretrain.data.tokenizers.tokenizer import file_of_tokenizer
 from pretrain.distributed.requirements import requirements
@@ -69,7 +69,7 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
     if not args.save:
         raise ConfigError("--save", problem="a run on several hosts needs a run folder",
                           remedy="add --save RUN_FOLDER, on storage that all hosts share")
-    prefixes = data_spec(args).prefixes
+    prefixes = args.data.prefixes
     names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
     names += [str(find_layout(args.deepspeed_config))] if args.deepspeed_config else []
     names += [file_of_tokenizer(args.tokenizer) or ""] if args.tokenizer else []

@@ -9,6 +9,7 @@ import dataclasses
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from pretrain.active_extensions import extensions, for_each_extension, types_of
@@ -376,6 +377,16 @@ class RunArguments:
         """Return the values of all flags by name."""
         return {name: self.value(name) for name in FLAGS}
 
+    @cached_property
+    def data(self) -> DataSpec:
+        """The data that the flags name. Raises ConfigError for values that cannot be combined."""
+        return parse_data_spec(
+            self.train_data, valid_data=self.valid_data, test_data=self.test_data, split=self.split,
+            sample_order=self.sample_order, packing=self.packing, blend_schedule=self.blend_schedule,
+            dataset_module=self.dataset_module, dataset_args=self.dataset_args,
+            settings={each.name: self.of(each.settings) for each in extensions()
+                      if each.token_files and each.settings is not None})
+
 
 def arguments_of(values: Mapping[str, Any]) -> RunArguments:
     """Return the arguments with these values of flags, of the core and of extensions."""
@@ -405,12 +416,3 @@ def _declare_extension(extension: Extension) -> None:
 
 _declare(dataclasses.fields(RunArguments), typing.get_type_hints(RunArguments))
 for_each_extension(_declare_extension)
-
-
-def data_spec(args: RunArguments) -> DataSpec:
-    """Return the data that the flags name. Raises ConfigError for values that cannot be combined."""
-    return parse_data_spec(args.train_data, valid_data=args.valid_data, test_data=args.test_data, split=args.split,
-                           sample_order=args.sample_order, packing=args.packing, blend_schedule=args.blend_schedule,
-                           dataset_module=args.dataset_module, dataset_args=args.dataset_args,
-                           settings={each.name: args.of(each.settings) for each in extensions()
-                                     if each.token_files and each.settings is not None})

@@ -14,7 +14,7 @@ import yaml
 
 from pretrain.active_extensions import activate
 from pretrain.cli import Parser, note_old_name, text, unknown_flag
-from pretrain.config.flags.arguments import FLAGS, TYPES, RunArguments, arguments_of, data_spec
+from pretrain.config.flags.arguments import FLAGS, TYPES, RunArguments, arguments_of
 from pretrain.config.other_programs import hint_for
 from pretrain.errors import ConfigError, shorten
 from pretrain.old_names import current_name
@@ -251,5 +251,5 @@ def parse_arguments(argv: list[str] | None = None, *, from_here: bool = True) ->
         lines = [str(unknown_flag(word, ["--config", *(f"--{name}" for name in FLAGS)], hint_for)) for word in flags]
         raise ConfigError.from_line(" ".join(lines))
     args = arguments_of({name: value for name, value in vars(namespace).items() if name != "config"})
-    data_spec(args)
+    _ = args.data  # raises ConfigError
     return args

@@ -1,4 +1,4 @@
-"""What an extension may do in `ds-pretrain prepare`: a `DocumentStep`, and the `Documents` that it gets.
+"""Steps that extensions add to `ds-pretrain prepare`: a `DocumentStep`, and the `Documents` that it gets.
 
 The points of a preparation, in their order:
 

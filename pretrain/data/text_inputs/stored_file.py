@@ -36,7 +36,7 @@ class StoredFile:
 
     @property
     def identity(self) -> tuple[str, int, str, str]:
-        """What is equal for the same version, also if another signature opens it."""
+        """Values that are equal for the same version, also if another signature opens it."""
         return self.name, self.size, self.version, self.revision
 
     def open(self, copy: Path | None = None) -> Any:

@@ -8,7 +8,7 @@ class Fp8Memory(OperatorMemory):
     """Memory of the products in products.py."""
 
     def work(self, config: ModelConfig, batch: MicroBatch) -> int:
-        """Return the bytes that the largest product of a block needs beside its operands and its result.
+        """Return the bytes that the largest product of a block needs in addition to its operands and its result.
 
         One operand at a time is cast by way of fp32. The FP8 values of both remain; on CUDA, those of the second one
         are copied into another order. The emulation converts both to fp32 again, and its product from fp32.

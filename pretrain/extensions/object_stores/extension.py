@@ -19,7 +19,7 @@ GROUP = Group("data in object stores")
 
 @dataclass(frozen=True)
 class ObjectStores:
-    """Where pages of token files are kept, and how many."""
+    """Folder and size of the cache for pages of token files."""
 
     data_cache: str | None = GROUP.flag(
         None, "folder on a local disk for copies of data in an object store (--train_data s3://BUCKET/PREFIX), which "
@@ -33,10 +33,9 @@ class ObjectStores:
 def _check(args: "RunArguments") -> None:
     """Raise ConfigError for URLs whose package is not installed, and for flags of a cache without effect."""
     from pretrain.active_extensions import reader_of
-    from pretrain.config.flags.arguments import data_spec
     from pretrain.remote import without_credentials
 
-    flags, spec = args.of(ObjectStores), data_spec(args)
+    flags, spec = args.of(ObjectStores), args.data
     urls = [prefix for prefix in spec.prefixes if is_url(prefix)
             and reader_of("token_files", prefix, "")[0].name == EXTENSION.name]
     if urls:

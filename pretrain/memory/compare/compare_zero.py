@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.cli import Parser, path_text, text, whole_number
-from pretrain.errors import ConfigError, format_number
+from pretrain.errors import ConfigError, file_errors, format_number
 from pretrain.memory.compare.candidates import generate_candidates
 from pretrain.memory.compare.combinations import Axes
 from pretrain.memory.compare.compare import ComparisonRow, Workload, compare, display_order, recommend
@@ -144,10 +144,8 @@ def write_output(path: str, content: str) -> None:
     if path == "-":
         sys.stdout.write(content)
         return
-    try:
+    with file_errors(path, "cannot write the file: {}"):
         Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(path, problem=f"cannot write the file: {error.strerror or error}") from None
 
 
 def write_recommended(path: str, best: ComparisonRow | None) -> None:

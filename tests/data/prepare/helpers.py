@@ -17,6 +17,7 @@ from pretrain.data.prepare.document_step import DocumentStep
 from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
+from tests.support.extensions import modules_of_extensions
 
 TOOL = Path(__file__).parents[3] / "tools" / "prepare_data.py"
 SOURCES = sorted((Path(json.__file__).parent).glob("*.py"))
@@ -84,11 +85,11 @@ def content(out: Path) -> dict[str, bytes]:
 
 
 def merge_shards_of(out: Path | str, *, steps: Sequence[DocumentStep] | None = None, overwrite: bool = False) -> None:
-    """Merge the shards of a preparation. Skips the test if the extension that does so is not there."""
-    found = pytest.importorskip("pretrain.extensions.merge_split.open_shards")
-    merge = pytest.importorskip("pretrain.extensions.merge_split.merge_shards").merge_shards
-    merge(str(out), found.open_shards(found.named_shards(str(out), [])), steps=steps, overwrite=overwrite,
-          advance=lambda count, note: None)
+    """Merge the shards of a preparation. Skips the test if no extension does so."""
+    found = next(modules_of_extensions("shards"), None)
+    if found is None:
+        pytest.skip("no extension merges shards")
+    found.merge_shards_of(str(out), steps=steps, overwrite=overwrite)
 
 
 def run_tool(*words: str, **options: str) -> subprocess.CompletedProcess[str]:

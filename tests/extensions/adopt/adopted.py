@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pretrain.config.flags.arguments import RunArguments, data_spec
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.data.run_data import open_run_data
 from pretrain.extensions.adopt.adopt import adopt, plan_adoption
 from pretrain.extensions.adopt.foreign_run import with_sample_length
@@ -143,7 +143,7 @@ ALL = (
 def write_samples(corpus: str, path: Path) -> None:
     """Write the first samples of this program's order, which the original program reads in the same order."""
     args = RunArguments(train_data=corpus, split="80,20,0", seq_length=SEQ_LENGTH)
-    dataset = open_run_data(data_spec(args), seq_length=SEQ_LENGTH, seed=args.seed, tokenizer=None,
+    dataset = open_run_data(args.data, seq_length=SEQ_LENGTH, seed=args.seed, tokenizer=None,
                             vocab_size=256).datasets["train"]
     np.save(path, dataset.samples(range(STEPS * BATCH)))
 

@@ -1,4 +1,4 @@
-"""Whether torchao is installed, with a torch that fits."""
+"""Looks for torchao, and for a torch that fits."""
 
 from importlib.metadata import version
 from importlib.util import find_spec

@@ -14,7 +14,7 @@ from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.convert.universal import convert, export_trainer, export_universal
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.config.flags.arguments import RunArguments, data_spec
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.data.run_data import open_run_data
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_metrics
@@ -47,7 +47,7 @@ def checkpoint(run: Path, step: int = 2) -> Path:
 
 def first_rows(corpus: str) -> torch.Tensor:
     args = RunArguments(train_data=corpus, split="1,0,0", seq_length=SEQ_LENGTH)
-    dataset = open_run_data(data_spec(args), seq_length=SEQ_LENGTH, seed=args.seed, tokenizer=None,
+    dataset = open_run_data(args.data, seq_length=SEQ_LENGTH, seed=args.seed, tokenizer=None,
                             vocab_size=258).datasets["train"]
     return torch.tensor(dataset.samples(range(BATCH)).astype("int64"))
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good
 from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, text, whole_number
-from pretrain.config.flags.arguments import data_spec
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.data.data_spec import split_words
 from pretrain.errors import FINISHED, REJECTED, ConfigError
@@ -76,7 +75,7 @@ def parse(words: Sequence[str]) -> ChaosSettings:
         raise ConfigError("--kinds hang", problem=f"the run's --step_timeout is {args.step_timeout:g} s, so each fault "
                           "of this kind would take that long", remedy=f"give the run a --step_timeout of at most "
                           f"{LONGEST_STEP_TIMEOUT_S:g}")
-    train_data = next(iter(data_spec(args).train), "")
+    train_data = next(iter(args.data.train), "")
     linked = run / "chaos" / "data" / Path(train_data).name
     data = [str(linked) if word == train_data else word for word in split_words(args.train_data)]
     # the last value of a flag counts
