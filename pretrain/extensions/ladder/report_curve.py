@@ -28,7 +28,7 @@ _RATE_HINTS = ("rate_too_high", "rate_too_low", "divergence", "oscillation", "sc
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Findings:
     """Facts about a run when its loss leaves the curve."""
 
     change: Change
@@ -41,15 +41,15 @@ class Evidence:
         return (hint.text for hint in hints_of_extensions(self.curve, self.facts) if hint.name in names)
 
 
-def likely_causes(evidence: Evidence) -> list[str]:
+def likely_causes(findings: Findings) -> list[str]:
     """Return the causes that the metrics show, each as `name: observation`; or, without any, what to do."""
-    found = [f"{name}: {text}" for name, find in CAUSES for text in find(evidence)]
+    found = [f"{name}: {text}" for name, find in CAUSES for text in find(findings)]
     return found or [": ".join(["nothing in the metrics explains it", *advice_on("off_curve")])]
 
 
-def _data(evidence: Evidence) -> Iterator[str]:
-    change, curve, facts = evidence.change, evidence.curve, evidence.facts
-    for event in evidence.events:
+def _data(findings: Findings) -> Iterator[str]:
+    change, curve, facts = findings.change, findings.curve, findings.facts
+    for event in findings.events:
         if event["event"] in _DATA_EVENTS:
             yield f"{event['event']} at step {event['step']}"
     if facts.mixes_data:
@@ -61,53 +61,53 @@ def _data(evidence: Evidence) -> Iterator[str]:
         yield f"the loss jumped by {change.jump:+.2g} at about step {change.since}: other texts may begin there"
 
 
-def _labels(evidence: Evidence) -> Iterator[str]:
-    loss, entropy = evidence.change.loss, evidence.facts.unigram_entropy
-    if evidence.change.side == ABOVE and entropy is not None and loss > _NEAR * entropy:
+def _labels(findings: Findings) -> Iterator[str]:
+    loss, entropy = findings.change.loss, findings.facts.unigram_entropy
+    if findings.change.side == ABOVE and entropy is not None and loss > _NEAR * entropy:
         yield (f"the loss is near the unigram entropy of the data, {entropy:.3g}, which a model reaches that does not "
                "use what is before a token: shuffled labels, or inputs that do not fit them")
 
 
-def _initial_loss(evidence: Evidence) -> Iterator[str]:
-    curve, facts = evidence.curve, evidence.facts
+def _initial_loss(findings: Findings) -> Iterator[str]:
+    curve, facts = findings.curve, findings.facts
     if facts.is_new and curve.num_rows and curve["step"][0] <= 1 and curve["loss"][0] > _HIGHEST_INITIAL * facts.log_v:
         yield f"it was {curve['loss'][0]:.3g}, and ln({facts.vocab_size}) is {facts.log_v:.3g}: see --init_std"
 
 
-def _mask(evidence: Evidence) -> Iterator[str]:
-    change = evidence.change
+def _mask(findings: Findings) -> Iterator[str]:
+    change = findings.change
     if change.side == BELOW and change.loss < _LEAK * change.expected.loss:
         yield (f"the loss is {1 - change.loss / change.expected.loss:.0%} lower than expected: a token may see its "
                "label, or the data may repeat itself")
 
 
-def _gradients(evidence: Evidence) -> Iterator[str]:
-    curve = evidence.curve
-    yield from evidence.hints("exploding_gradients", "vanishing_gradients")
+def _gradients(findings: Findings) -> Iterator[str]:
+    curve = findings.curve
+    yield from findings.hints("exploding_gradients", "vanishing_gradients")
     skipped, steps = np.nan_to_num(curve["skipped_steps"]), curve["step"]
     count = int(np.maximum(np.diff(skipped), 0).sum() + skipped[:1].sum())  # the number begins again at each resume
     if count > _SKIPPED * steps[-1]:
         yield f"{count} of {steps[-1]:.0f} updates were skipped"
     settled = curve.settled
-    rates = settled["clip_rate"][-evidence.change.rows:]
+    rates = settled["clip_rate"][-findings.change.rows:]
     if len(rates) and np.nanmean(rates) > _CLIPPED:
         norms, limit = settled["grad_norm"][-len(rates):], settled["clip_norm"][-1]
         yield (f"{np.nanmean(rates):.0%} of the steps were clipped: the median norm is {np.nanmedian(norms):.3g}, the "
                f"limit {limit:.3g}")
 
 
-def _learning_rate(evidence: Evidence) -> Iterator[str]:
-    facts, target = evidence.facts, evidence.target
+def _learning_rate(findings: Findings) -> Iterator[str]:
+    facts, target = findings.facts, findings.target
     peak = facts.peak_lr or math.nan
     if target.peak_lr is not None and abs(peak - target.peak_lr) > _SAME_RATE * target.peak_lr:
         yield f"its peak is {peak:g}, and {target.peak_lr:g} in the run that the ladder predicts"
-    for event in evidence.events:
+    for event in findings.events:
         if event["event"] == "override" and event.get("name") in ("lr", "schedule"):
             yield f"--override {event['name']} changed it at step {event['step']}"
-    yield from evidence.hints(*_RATE_HINTS)
+    yield from findings.hints(*_RATE_HINTS)
 
 
-CAUSES: tuple[tuple[str, Callable[[Evidence], Iterator[str]]], ...] = (
+CAUSES: tuple[tuple[str, Callable[[Findings], Iterator[str]]], ...] = (
     ("data", _data), ("labels", _labels), ("initial loss", _initial_loss), ("causal mask", _mask),
     ("gradients", _gradients), ("learning rate", _learning_rate))
 """names, in their order"""
@@ -146,4 +146,4 @@ class ReportCurve(Callback):
     def _causes(self, run: Run, change: Change) -> list[str]:
         """Return the likely causes of a loss that is off the curve."""
         log = CurveLog(run.folder.path, first_step=run.step)  # log of the rows that are written
-        return likely_causes(Evidence(change, log.curve(), log.facts(), self._expected, read_events(run.folder.path)))
+        return likely_causes(Findings(change, log.curve(), log.facts(), self._expected, read_events(run.folder.path)))

@@ -26,7 +26,7 @@ from pretrain.extensions.replay.compare import Comparison, compare, compare_loos
 from pretrain.extensions.replay.extension import Replay as Flags
 from pretrain.extensions.replay.extension import ReplayOrder
 from pretrain.extensions.replay.record_files import FLIGHT, Header, RankRecord, read_start
-from pretrain.extensions.replay.result import CAUSES, SURE, Verdict, judge
+from pretrain.extensions.replay.result import CAUSES, SURE, Result, find_cause
 from pretrain.extensions.replay.target import Target
 from pretrain.model.own_models import is_model_code
 from pretrain.monitor.read_run_folder import read_events, read_starts
@@ -61,7 +61,7 @@ class Replay:
 class Answer:
     """The result, and what it is based on."""
 
-    verdict: Verdict
+    result: Result
     notes: list[str]
     replays: list[Replay]
     run: Comparison | None  # None: nothing was trained
@@ -87,7 +87,7 @@ def order_of(target: Target) -> ReplayOrder:
     return ReplayOrder(target.step, target.consumed_samples, vetoed)
 
 
-def question(target: Target, train: Train, *, repeats: int, is_other_layout: bool = False) -> Answer:
+def examine(target: Target, train: Train, *, repeats: int, is_other_layout: bool = False) -> Answer:
     """Replay a step, once more if the first replay differs from the run, and return the answer. Raises ConfigError."""
     notes = list(target.notes)
     if target.data_problem and not target.start["flags"].get("allow_other_data"):
@@ -121,12 +121,12 @@ def question(target: Target, train: Train, *, repeats: int, is_other_layout: boo
         replays.append(train(len(replays) + 1, replace(order, cross_check=True)))
         recomputed = [event for event in read_events(replays[-1].run) if event["event"] == RECOMPUTATION
                       and event.get("finding") != "off"]
-    found = judge(run, between, other_machine=machine_differences(target, replays[0]), recomputed=recomputed)
+    found = find_cause(run, between, other_machine=machine_differences(target, replays[0]), recomputed=recomputed)
     return Answer(found, notes, replays, run)
 
 
 def _other_data(problem: str, notes: list[str]) -> Answer:
-    return Answer(Verdict("data_changed", SURE, evidence=[problem], remedy=CAUSES["data_changed"].remedy), notes, [],
+    return Answer(Result("data_changed", SURE, evidence=[problem], remedy=CAUSES["data_changed"].remedy), notes, [],
                   None)
 
 
@@ -185,7 +185,7 @@ def _in_other_layout(target: Target, recorded: dict[int, RankRecord], replay: Re
     notes += [f"another layout than the run's: not bits are compared, but loss (to {tolerance:g}, relative), gradient "
               f"norm (to {10 * tolerance:g}) and settings", *_not_compared(run)]
     if run.step is None:
-        found = judge(run, recomputed=())
+        found = find_cause(run, recomputed=())
         lines = [f"step {run.first} to {run.last}: losses, gradient norms and learning rates are equal within the "
                  "tolerance"]
         return Answer(replace(found, evidence=lines), notes, [replay], run)
@@ -194,9 +194,9 @@ def _in_other_layout(target: Target, recorded: dict[int, RankRecord], replay: Re
                                               for key in keys)]
     kind = "settings_changed" if {"lr", "loss_scale"} & set(keys) else \
         "data_changed" if "samples" in keys else "update" if keys == ["skipped"] else "forward"
-    found = Verdict(kind, SURE, step=run.step, stage=run.stage, evidence=lines, remedy=CAUSES[kind].remedy)
+    found = Result(kind, SURE, step=run.step, stage=run.stage, evidence=lines, remedy=CAUSES[kind].remedy)
     if kind in ("forward", "update"):
-        found = found.doubt("in another layout the stage and the rank cannot be told: replay it in the layout of the "
+        found = found.unsure("in another layout the stage and the rank cannot be told: replay it in the layout of the "
                             "run", "backward", "reduction", "update", "memory_weights", "memory_states")
     return Answer(found, notes, [replay], run)
 

@@ -24,9 +24,9 @@ from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.cli import Parser, path, text, whole_number
 from pretrain.errors import ConfigError, format_number, listed, named, printable, reason_of, shorten
 from pretrain.extensions.replay.documents import OddDocument, odd_documents
-from pretrain.extensions.replay.examine_step import Answer, Layout, Replay, order_of, question, train_again
+from pretrain.extensions.replay.examine_step import Answer, Layout, Replay, examine, order_of, train_again
 from pretrain.extensions.replay.extension import SAMPLES_FILE, ReplayOrder
-from pretrain.extensions.replay.result import CAUSES, SURE, Verdict
+from pretrain.extensions.replay.result import CAUSES, SURE, Result
 from pretrain.extensions.replay.target import Target, find_target, parse_target
 from pretrain.monitor.repeatable import OWN_CODE, repeated_config, repeated_flags
 from pretrain.paths import check_file, check_folder
@@ -218,9 +218,9 @@ def main() -> int:
         status(f"replay {number}: steps {target.first_step + 1} to {step}, log {folder / 'log'}")
         return train_again(folder, target, layout, order)
 
-    answer = question(target, train, repeats=args.repeats, is_other_layout=layout.is_other)
+    answer = examine(target, train, repeats=args.repeats, is_other_layout=layout.is_other)
     samples = None
-    if answer.verdict.kind == "reproducible":
+    if answer.result.kind == "reproducible":
         status(f"examining the samples of step {step}, log {output / 'samples' / 'log'}")
         try:
             samples = ask_about_samples(target, layout, output / "samples", order_of(target))
@@ -232,7 +232,7 @@ def main() -> int:
     if args.json is not None:
         args.json.write_text(values, encoding="utf-8")
     clear_status()
-    print("\n".join([*verdict_lines(target, answer.verdict, answer.notes),
+    print("\n".join([*result_lines(target, answer.result, answer.notes),
                      *(samples.lines() if samples is not None else []), f"written:  {output / VERDICT}"]))
     return 0
 
@@ -252,42 +252,42 @@ def _record(target: Target, answer: Answer, samples: SampleAnswer | None) -> str
         "first_step": target.first_step + 1, "replays": [str(each.run) for each in answer.replays],
         "compared_steps": len(answer.run.compared) if answer.run else 0,
         "complete_steps": len(answer.run.complete) if answer.run else 0,
-        "verdict": answer.verdict.to_json(), "notes": answer.notes,
+        "verdict": answer.result.to_json(), "notes": answer.notes,
         "samples": None if samples is None else samples.to_json()}
     return json.dumps(values, indent=1) + "\n"
 
 
-def verdict_lines(target: Target, verdict: Verdict, notes: Sequence[str]) -> list[str]:
+def result_lines(target: Target, result: Result, notes: Sequence[str]) -> list[str]:
     """Return the lines about a result: what it is, the observations, and what to do."""
-    lines = _wrapped(f"{target.run}@{target.step}: {_headline(verdict)}", "", "  ")
-    if verdict.certainty != SURE:
-        for reason in verdict.reasons:
+    lines = _wrapped(f"{target.run}@{target.step}: {_headline(result)}", "", "  ")
+    if result.certainty != SURE:
+        for reason in result.reasons:
             lines += _wrapped(reason, "unsure:   ")
-        if verdict.also:
-            others = [CAUSES[kind].text for kind in verdict.also[:4]]
+        if result.also:
+            others = [CAUSES[kind].text for kind in result.also[:4]]
             lines += _wrapped(f"it may also be that {'; or that '.join(others)}"
-                              if len(verdict.also) <= 4 else "nothing is known about the cause", "          ")
-    for each in verdict.evidence:
+                              if len(result.also) <= 4 else "nothing is known about the cause", "          ")
+    for each in result.evidence:
         lines += _wrapped(each, "evidence: ")
-    lines += _wrapped(verdict.remedy, "remedy:   ")
+    lines += _wrapped(result.remedy, "remedy:   ")
     for note in notes:
         lines += _wrapped(note, "note:     ")
     return lines
 
 
-def _headline(verdict: Verdict) -> str:
-    where = [f"from step {verdict.step} on"] if verdict.step is not None else []
-    if verdict.ranks:
-        where.append(named("rank", verdict.ranks) + (f" on {listed(verdict.hosts)}" if verdict.hosts else ""))
-    if verdict.pipeline_stage is not None:
-        where.append(f"pipeline stage {verdict.pipeline_stage}")
-    if verdict.operator is not None:
-        where.append(f"operator {verdict.operator}")
-    elif verdict.layer is not None:
-        where.append(f"layer {verdict.layer}")
-    again = ", and it happens again in the replays" if verdict.now and verdict.kind != "nondeterministic" else ""
-    begin = "" if verdict.certainty == SURE else "probably, "
-    return begin + verdict.text + (f" ({'; '.join(where)})" if where else "") + again
+def _headline(result: Result) -> str:
+    where = [f"from step {result.step} on"] if result.step is not None else []
+    if result.ranks:
+        where.append(named("rank", result.ranks) + (f" on {listed(result.hosts)}" if result.hosts else ""))
+    if result.pipeline_stage is not None:
+        where.append(f"pipeline stage {result.pipeline_stage}")
+    if result.operator is not None:
+        where.append(f"operator {result.operator}")
+    elif result.layer is not None:
+        where.append(f"layer {result.layer}")
+    again = ", and it happens again in the replays" if result.now and result.kind != "nondeterministic" else ""
+    begin = "" if result.certainty == SURE else "probably, "
+    return begin + result.text + (f" ({'; '.join(where)})" if where else "") + again
 
 
 def _wrapped(line: str, begin: str, indent: str | None = None) -> list[str]:

@@ -80,7 +80,7 @@ KIND_OF_STAGE = {"data": "data_changed", "settings": "settings_changed", "random
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Result:
     """Why a step was as it was."""
 
     kind: str  # key of CAUSES
@@ -106,14 +106,14 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "text": self.text}
 
-    def doubt(self, reason: str, *also: str) -> "Verdict":
+    def unsure(self, reason: str, *also: str) -> "Result":
         """Return the result, with a reason why it is unsure."""
         return replace(self, certainty=UNSURE, reasons=[*self.reasons, reason],
                        also=[*self.also, *(kind for kind in also if kind not in (self.kind, *self.also))])
 
 
-def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine: Sequence[str] = (),
-          recomputed: Sequence[dict[str, Any]] | None = None) -> Verdict:
+def find_cause(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine: Sequence[str] = (),
+          recomputed: Sequence[dict[str, Any]] | None = None) -> Result:
     """Return the result.
 
     Args:
@@ -124,8 +124,8 @@ def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine:
             other rank has computed them.
     """
     if not run.compared:
-        return Verdict("reproducible", SURE, remedy="The flight recorder writes what is compared (--flight_steps)."
-                       ).doubt("no recorded step can be compared", *(set(CAUSES) - {"reproducible"}))
+        return Result("reproducible", SURE, remedy="The flight recorder writes what is compared (--flight_steps)."
+                       ).unsure("no recorded step can be compared", *(set(CAUSES) - {"reproducible"}))
     differing = next((each for each in replays if each.step is not None), None)
     if differing is not None:
         return _of_replays(differing)
@@ -134,86 +134,86 @@ def judge(run: Comparison, replays: Sequence[Comparison] = (), *, other_machine:
     found = _of_difference(run)
     found = replace(found, evidence=[*found.evidence, *_of_repeats(len(replays))])
     if other_machine and found.kind not in ("data_changed", "settings_changed"):
-        found = found.doubt(f"the replay is not bit-exact on other hardware or versions: {'; '.join(other_machine)}")
+        found = found.unsure(f"the replay is not bit-exact on other hardware or versions: {'; '.join(other_machine)}")
     elif found.direction == FORWARD and run.is_everywhere(found.ranks) and len(run.data_ranks) > 1:
-        found = found.doubt("all data-parallel ranks differ, and no fault of one rank does that; another number of "
+        found = found.unsure("all data-parallel ranks differ, and no fault of one rank does that; another number of "
                             "threads or another choice of kernels does", "nondeterministic")
     if not replays and found.kind not in ("data_changed", "settings_changed"):
-        found = found.doubt("it was replayed once: a second replay would show whether the kernels are deterministic",
+        found = found.unsure("it was replayed once: a second replay would show whether the kernels are deterministic",
                             "nondeterministic")
     return found
 
 
-def _equal(run: Comparison, recomputed: Sequence[dict[str, Any]] | None) -> Verdict:
+def _equal(run: Comparison, recomputed: Sequence[dict[str, Any]] | None) -> Result:
     """Return the result if the replay equals the run."""
     steps = f"steps {run.compared[0]} to {run.compared[-1]}" if len(run.compared) > 1 else f"step {run.compared[0]}"
     lines = [f"{steps}: all recorded values of {counted(len(run.headers), 'rank')} are equal, bit by bit",
              f"{counted(len(run.complete), 'step')} of these with checksums of weights, states and gradients"]
     if recomputed:
         return _wrong_rank(run, recomputed, lines)
-    found = Verdict("reproducible", SURE, step=None, evidence=lines, remedy=CAUSES["reproducible"].remedy)
+    found = Result("reproducible", SURE, step=None, evidence=lines, remedy=CAUSES["reproducible"].remedy)
     if run.last not in run.compared:
-        return found.doubt(f"step {run.last} itself is not recorded", *KIND_OF_STAGE.values())
+        return found.unsure(f"step {run.last} itself is not recorded", *KIND_OF_STAGE.values())
     if run.missing_ranks:
-        return found.doubt(f"no record of {named('rank', run.missing_ranks)}", "forward", "backward")
+        return found.unsure(f"no record of {named('rank', run.missing_ranks)}", "forward", "backward")
     if recomputed is None:
-        return found.doubt("there is one data-parallel rank: a device that always computes wrong in the same way would "
-                           "give the same values again", "wrong_rank")
+        return found.unsure("there is one data-parallel rank: a device that always computes wrong in the same way "
+                            "would give the same values again", "wrong_rank")
     return replace(found, evidence=[*lines, "other data-parallel ranks computed a micro-batch of each rank with the "
                                     "same bits"])
 
 
-def _wrong_rank(run: Comparison, recomputed: Sequence[dict[str, Any]], lines: list[str]) -> Verdict:
+def _wrong_rank(run: Comparison, recomputed: Sequence[dict[str, Any]], lines: list[str]) -> Result:
     """Return the result if ranks compute the same micro-batch with different results."""
     event = recomputed[0]
     suspects = [rank for rank in event.get("ranks") or [] if isinstance(rank, int)]
     layer = str(event.get("layer") or "").removeprefix("layer ").partition(" ")[0]  # without the name of its class
-    found = Verdict("wrong_rank", SURE, step=event.get("step"), stage=event.get("direction"),
+    found = Result("wrong_rank", SURE, step=event.get("step"), stage=event.get("direction"),
                     direction=event.get("direction"), layer=layer or None,
                     ranks=suspects, hosts=run.hosts(suspects), now=True, remedy=CAUSES["wrong_rank"].remedy,
                     evidence=[*lines, str(event.get("reason"))])
     if event.get("finding") in ("wrong", "flaky"):
         return found
-    return found.doubt("two ranks disagree, and a third data-parallel rank is needed to tell which one is wrong")
+    return found.unsure("two ranks disagree, and a third data-parallel rank is needed to tell which one is wrong")
 
 
-def _of_replays(differing: Comparison) -> Verdict:
+def _of_replays(differing: Comparison) -> Result:
     """Return the result if two replays differ from each other."""
     found = replace(_of_difference(differing), now=True)
     lines = ["two replays differ from each other: it happens now, not only in the past", *found.evidence]
     if found.stage == WEIGHTS or not differing.is_everywhere(found.ranks) or found.stage in (REDUCTION, UPDATE):
         return replace(found, evidence=lines)
     if len(differing.data_ranks) == 1:
-        return replace(found, evidence=lines).doubt(
+        return replace(found, evidence=lines).unsure(
             "there is one data-parallel rank: a flaky device and kernels that are not deterministic look the same",
             "nondeterministic")
     return replace(found, kind="nondeterministic", evidence=lines, remedy=CAUSES["nondeterministic"].remedy)
 
 
-def _of_difference(found: Comparison) -> Verdict:
+def _of_difference(found: Comparison) -> Result:
     """Return the result about the first difference alone."""
     stage = found.stage
     assert stage is not None
     rules = {WEIGHTS: _memory, FORWARD: _forward, BACKWARD: _backward, REDUCTION: _reduction, UPDATE: _update}
     if stage in rules:
-        verdict = rules[stage](found)
+        result = rules[stage](found)
     else:
-        verdict = _start(found, KIND_OF_STAGE[stage], found.ranks_with(_keys_of(stage)))
-    verdict = replace(verdict, step=found.step, stage=stage, evidence=[_where(found, stage), *verdict.evidence])
+        result = _start(found, KIND_OF_STAGE[stage], found.ranks_with(_keys_of(stage)))
+    result = replace(result, step=found.step, stage=stage, evidence=[_where(found, stage), *result.evidence])
     if found.missing_ranks and stage not in ("data", SETTINGS):
-        verdict = verdict.doubt(f"no record of {named('rank', found.missing_ranks)}, where it may have begun")
+        result = result.unsure(f"no record of {named('rank', found.missing_ranks)}, where it may have begun")
     gap = _gap(found)
     if gap:
-        verdict = verdict.doubt(gap, *(() if stage in ("data", SETTINGS) else ("memory_states", "update")))
-    return verdict
+        result = result.unsure(gap, *(() if stage in ("data", SETTINGS) else ("memory_states", "update")))
+    return result
 
 
-def _start(found: Comparison, kind: str, ranks: list[int], **others: Any) -> Verdict:
-    return Verdict(kind, SURE, ranks=ranks, hosts=found.hosts(ranks),
+def _start(found: Comparison, kind: str, ranks: list[int], **others: Any) -> Result:
+    return Result(kind, SURE, ranks=ranks, hosts=found.hosts(ranks),
                    pipeline_stage=found.pipeline_stage(ranks), remedy=CAUSES[kind].remedy, **others)
 
 
-def _memory(found: Comparison) -> Verdict:
+def _memory(found: Comparison) -> Result:
     """Parameters or states differ before the step."""
     by_weights = found.ranks_with(["weights"])
     key = "weights" if by_weights else "states"
@@ -225,17 +225,17 @@ def _memory(found: Comparison) -> Verdict:
         names = [f"layer {layer}"] if layer is not None else []
     else:
         names = found.names(ranks[0], "states")
-    verdict = _start(found, f"memory_{key}", ranks, layer=layer,
+    result = _start(found, f"memory_{key}", ranks, layer=layer,
                      evidence=[f"the {key} before the step differ on {named('rank', ranks)}"
                                + (f": {', '.join(names)}" if names else "")])
     if found.step == found.first or all(f"{key}_after" in found.before.get(rank, {}) for rank in ranks):
         after = "the checkpoint" if found.step == found.first else f"the end of step {(found.step or 1) - 1}"
-        return replace(verdict, evidence=[*verdict.evidence, f"they were equal at {after}"])
-    return verdict.doubt(f"step {(found.step or 1) - 1} has no checksums of its results: an update before this step "
+        return replace(result, evidence=[*result.evidence, f"they were equal at {after}"])
+    return result.unsure(f"step {(found.step or 1) - 1} has no checksums of its results: an update before this step "
                          "may have been wrong", "update", *(["memory_states"] if by_weights else []))
 
 
-def _forward(found: Comparison) -> Verdict:
+def _forward(found: Comparison) -> Result:
     """Outputs or losses of ranks differ."""
     ranks = found.ranks_with(_keys_of(FORWARD))
     begins = {rank: (found.coordinate(rank, "pipeline"), *found.first_output(rank)) for rank in ranks}
@@ -249,19 +249,19 @@ def _forward(found: Comparison) -> Verdict:
     layer = None if earliest[1] == math.inf else found.layer(ranks[0], int(earliest[1]))
     operator = begins[ranks[0]][3]
     # a layer at which all begin, with equal inputs, is where each of them was computed
-    verdict = _start(found, "forward", ranks, layer=layer, operator=operator, direction=FORWARD)
+    result = _start(found, "forward", ranks, layer=layer, operator=operator, direction=FORWARD)
     if not found.has("weights"):
-        return verdict.doubt("the step has no checksums of weights and states: a change of them in memory, or a wrong "
+        return result.unsure("the step has no checksums of weights and states: a change of them in memory, or a wrong "
                              "update before this step, looks the same", "memory_weights", "memory_states", "update")
     if layer is not None:
         of = f"layer {layer}" if operator is None else operator
-        return replace(verdict, evidence=[f"weights, states, data and random numbers were equal; the output of {of} is "
+        return replace(result, evidence=[f"weights, states, data and random numbers were equal; the output of {of} is "
                                           "the first that differs"])
-    return replace(verdict, evidence=["weights, states, data and the outputs of all layers were equal; the loss of "
+    return replace(result, evidence=["weights, states, data and the outputs of all layers were equal; the loss of "
                                       f"{named('rank', ranks)} differs: the output layer or the loss"])
 
 
-def _backward(found: Comparison) -> Verdict:
+def _backward(found: Comparison) -> Result:
     """Gradients before the reduction differ."""
     keys = ("layers_backward", "gradient_bits", "gradients")
     ranks = found.ranks_with(keys)
@@ -275,40 +275,40 @@ def _backward(found: Comparison) -> Verdict:
     earliest = min(begins.values())
     ranks = [rank for rank, where in begins.items() if where == earliest]
     layer = found.layer(ranks[0], int(-earliest[1]))
-    verdict = _start(found, "backward", ranks, layer=layer, direction=BACKWARD)
+    result = _start(found, "backward", ranks, layer=layer, direction=BACKWARD)
     lines = [f"losses and outputs of all layers were equal; the gradients of layer {layer} are the first that differ, "
              f"on {named('rank', ranks)}"]
     names = found.names(ranks[0], "operators_backward")
     more = [f"the gradient of the output of {name} is the first that differs there" for name in names[:1]]
-    return replace(verdict, evidence=[*lines, *more])
+    return replace(result, evidence=[*lines, *more])
 
 
-def _reduction(found: Comparison) -> Verdict:
+def _reduction(found: Comparison) -> Result:
     """Losses or gradients differ after the reduction."""
     ranks = found.ranks_with(["reduced"]) or found.ranks_with(_keys_of(REDUCTION))
-    verdict = _start(found, "reduction", ranks, direction=REDUCTION)
+    result = _start(found, "reduction", ranks, direction=REDUCTION)
     if not found.ranks_with(["reduced", "grad_norm"]):
-        return replace(verdict, evidence=["the losses of all ranks were equal, and their mean differs"])
+        return replace(result, evidence=["the losses of all ranks were equal, and their mean differs"])
     if not found.has("gradient_bits"):
-        return verdict.doubt("the step has no checksums of gradients: a wrong backward pass looks the same", "backward",
+        return result.unsure("the step has no checksums of gradients: a wrong backward pass looks the same", "backward",
                              "memory_weights", "memory_states")
     after = f"; after it those on {named('rank', ranks)} differ" if found.has("reduced") else ""
-    return replace(verdict, evidence=[f"the gradients of all ranks were equal before the reduction{after}"])
+    return replace(result, evidence=[f"the gradients of all ranks were equal before the reduction{after}"])
 
 
-def _update(found: Comparison) -> Verdict:
+def _update(found: Comparison) -> Result:
     """Gradients are equal, and the results of the update differ."""
     skipped = found.ranks_with(["skipped"])
     ranks = skipped or found.ranks_with(["states_after"]) or found.ranks_with(["weights_after"])
-    verdict = _start(found, "update", ranks, direction=UPDATE)
+    result = _start(found, "update", ranks, direction=UPDATE)
     if skipped:
         one, other = found.one[ranks[0]].get("skipped"), found.other[ranks[0]].get("skipped")
-        return replace(verdict, evidence=[f"the run skipped the update for {one or 'no'} reason, the replay for "
+        return replace(result, evidence=[f"the run skipped the update for {one or 'no'} reason, the replay for "
                                           f"{other or 'no'} reason"])
     if not found.has("reduced"):
-        return verdict.doubt("the step has no checksum of the reduced gradients: a change of them that the gradient "
+        return result.unsure("the step has no checksum of the reduced gradients: a change of them that the gradient "
                              "norm does not show looks the same", "reduction")
-    return replace(verdict, evidence=[f"the reduced gradients were equal; the results of the update differ on "
+    return replace(result, evidence=[f"the reduced gradients were equal; the results of the update differ on "
                                       f"{named('rank', ranks)}"])
 
 

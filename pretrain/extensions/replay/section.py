@@ -49,25 +49,25 @@ def replays_data(run: Path) -> list[dict[str, Any]]:
     found = []
     for path in paths[:_MOST]:
         with contextlib.suppress(OSError, ValueError):
-            found.append(_verdict(path.parent.name, read_object(path)))
+            found.append(_result(path.parent.name, read_object(path)))
     return found
 
 
-def _verdict(folder: str, record: dict[str, Any]) -> dict[str, Any]:
+def _result(folder: str, record: dict[str, Any]) -> dict[str, Any]:
     inner = record.get("verdict")
-    verdict: dict[str, Any] = inner if isinstance(inner, dict) else record
+    result: dict[str, Any] = inner if isinstance(inner, dict) else record
     step = as_float(record.get("step"))  # that was replayed; the result names the one where the replay differs
     samples = record.get("samples")
     if not isinstance(samples, dict):
         samples = {}
-    places = {label: text for key, label in _PLACES if (text := _text(verdict.get(key)))}
+    places = {label: text for key, label in _PLACES if (text := _text(result.get(key)))}
     return {"folder": _text(folder), "step": int(step) if step >= 0 else None,
-            "what": _text(verdict.get("text")) or _text(verdict.get("kind")) or "no result",
-            "certainty": _text(verdict.get("certainty")) or "unsure", "places": list(places.items()),
-            "reason": "; ".join(_lines(verdict.get("reasons"))),
-            "evidence": [*_lines(verdict.get("evidence")), *_lines(record.get("notes"))],
+            "what": _text(result.get("text")) or _text(result.get("kind")) or "no result",
+            "certainty": _text(result.get("certainty")) or "unsure", "places": list(places.items()),
+            "reason": "; ".join(_lines(result.get("reasons"))),
+            "evidence": [*_lines(result.get("evidence")), *_lines(record.get("notes"))],
             "samples": _lines(samples.get("lines")),
-            "remedy": _text(verdict.get("remedy")), "command": _text(samples.get("command"), 2000)}
+            "remedy": _text(result.get("remedy")), "command": _text(samples.get("command"), 2000)}
 
 
 def _lines(values: object) -> list[str]:

@@ -79,7 +79,7 @@ def _names(ranks: Sequence[int], hosts: Sequence[str], stage: int | None, *, who
 
 
 @dataclass(frozen=True)
-class Evidence:
+class SlowTimes:
     """Keys of rank_times.TIMES and LOAD, of a step: of the slow ranks, and of the ranks that they are compared with."""
 
     slow: Mapping[str, float]
@@ -90,27 +90,27 @@ class Evidence:
         return self.slow[key] - self.others[key]
 
 
-def explain(evidence: Evidence) -> tuple[str, str]:
+def explain(times: SlowTimes) -> tuple[str, str]:
     """Return the kind, a key of REMEDIES, and what shows it."""
-    own = evidence.more("own")
-    cpu, delay, throttled, data = (evidence.more(key) for key in ("cpu", "run_delay", "throttled", "data"))
+    own = times.more("own")
+    cpu, delay, throttled, data = (times.more(key) for key in ("cpu", "run_delay", "throttled", "data"))
     # the kernel counts a thread of a throttled group as ready to run
     asleep = own - cpu - max(delay, throttled)
-    text = f"own time {evidence.slow['own']:.0f} ms of a step, others {evidence.others['own']:.0f} ms; of the " \
+    text = f"own time {times.slow['own']:.0f} ms of a step, others {times.others['own']:.0f} ms; of the " \
         f"difference, CPU {cpu:+.0f} ms, waiting for a CPU {delay:+.0f} ms, beyond quota {throttled:+.0f} ms, data " \
         f"{data:+.0f} ms"
     if own <= 0:
         return UNKNOWN, text
-    if evidence.more("gpu_slowed") >= _MOST:
+    if times.more("gpu_slowed") >= _MOST:
         return THROTTLING, f"{text}; the GPU runs below its clock because of heat or power"
     if throttled > 0.3 * own:
         return THROTTLING, text
     if delay > _MOST * own:
         return OTHER_LOAD, text
     if data > _MOST * own:
-        read = evidence.more("read_bytes")
+        read = times.more("read_bytes")
         return (DISK, f"{text}; it read {read / 2**20:.1f} MiB more from the disk") if read > 2**16 else (DATA, text)
-    if not evidence.on_cpu or cpu > _MOST * own:
+    if not times.on_cpu or cpu > _MOST * own:
         return COMPUTE, text
     if asleep > _MOST * own:
         return STOPPED, f"{text}; in most of it, the process did not run and did not wait for the CPU"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pretrain.extensions.slow_ranks.change import SLOW_RANK, Change, Evidence, Place, explain
+from pretrain.extensions.slow_ranks.change import SLOW_RANK, Change, Place, SlowTimes, explain
 from pretrain.extensions.slow_ranks.rank_times import RankTimes, mean_times
 from pretrain.extensions.slow_ranks.statistics import LONGEST, WINDOW, Excess, excesses, obvious, significant
 from pretrain.monitor.noise import change_point
@@ -184,7 +184,7 @@ class SlowRanks:
         return change
 
     def _evidence(self, ranks: list[int], rows: Sequence[RankTimes], before: Sequence[RankTimes], *,
-                  by_past: bool) -> Evidence:
+                  by_past: bool) -> SlowTimes:
         """Compare the times of the ranks since the change with those of their peers, or with their own before it."""
         def medians(of: Sequence[RankTimes]) -> dict[str, np.ndarray]:
             return {key: np.median([{**row.ms, **row.load}[key] for row in of], axis=0)
@@ -193,12 +193,12 @@ class SlowRanks:
         now = medians(rows)
         slow = {key: float(np.median(values[ranks])) for key, values in now.items()}
         if by_past and before:
-            return Evidence(slow, {key: float(np.median(values[ranks])) for key, values in medians(before).items()},
+            return SlowTimes(slow, {key: float(np.median(values[ranks])) for key, values in medians(before).items()},
                             self._on_cpu)
         stage = self._stage_ranks[self._places[ranks[0]].stage]
         others = np.setdiff1d(stage, ranks) if len(stage) > len(ranks) else np.setdiff1d(np.arange(len(self._places)),
                                                                                          ranks)
-        return Evidence(slow, {key: float(np.median(values[others])) for key, values in now.items()}, self._on_cpu)
+        return SlowTimes(slow, {key: float(np.median(values[others])) for key, values in now.items()}, self._on_cpu)
 
     def _ended(self, excess: Excess) -> list[Change]:
         """Return the reports of ranks whose newest blocks are no longer slow."""

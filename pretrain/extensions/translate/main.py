@@ -107,10 +107,10 @@ def _table_lines(settings: Settings, result: Result) -> list[str]:
     """Return the table: the settings by outcome, and what became of them."""
     width = min(max((len(name) for name in result.rows), default=0), 44)
     lines: list[str] = []
-    for verdict in _ORDER:
-        rows = {name: row for name, row in result.rows.items() if row.verdict == verdict}
+    for outcome in _ORDER:
+        rows = {name: row for name, row in result.rows.items() if row.outcome == outcome}
         if rows:
-            lines += ["", f"{_HEADINGS[verdict]}:"]
+            lines += ["", f"{_HEADINGS[outcome]}:"]
             lines += [f"  {name:<{width}}  {_value(settings, name)}{row.text}" for name, row in rows.items()]
     return lines
 

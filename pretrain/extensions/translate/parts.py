@@ -23,7 +23,7 @@ PLACEHOLDER = "TO-DO"  # beginning of values that the user has to replace
 class Row:
     """One setting of the other program, and its counterpart here."""
 
-    verdict: str
+    outcome: str
     texts: list[str] = field(default_factory=list)
 
     @property
@@ -64,7 +64,7 @@ class Result:
     def differs(self, how: str, *names: str) -> None:
         """Record that the meaning of settings differs here."""
         for name in names:
-            self._row(name, DIFFERS).verdict = DIFFERS
+            self._row(name, DIFFERS).outcome = DIFFERS
             self._row(name, DIFFERS).texts.append(how)
 
     def none(self, why: str, *names: str) -> None:
@@ -72,13 +72,13 @@ class Result:
         for name in names:
             self._row(name, NONE).texts.append(why)
 
-    def _row(self, name: str, verdict: str) -> Row:
-        return self.rows.setdefault(name, Row(verdict))
+    def _row(self, name: str, outcome: str) -> Row:
+        return self.rows.setdefault(name, Row(outcome))
 
     def _became(self, names: tuple[str, ...], text: str) -> None:
         for name in names:
             row = self._row(name, BECAME)
-            row.verdict = DIFFERS if row.verdict == DIFFERS else BECAME
+            row.outcome = DIFFERS if row.outcome == DIFFERS else BECAME
             row.texts.append(text)
 
 

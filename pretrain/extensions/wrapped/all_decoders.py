@@ -58,7 +58,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ModelResult:
     """The result of the proof of a model_type, or why it cannot be trained."""
 
     model_type: str
@@ -75,7 +75,7 @@ class Verdict:
         return self.own_family or self.wrapped
 
 
-def prove_model_type(model_type: str) -> Verdict:
+def prove_model_type(model_type: str) -> ModelResult:
     """Prove the defaults of a config class, as a family of ours if it is one, and as a wrapped decoder."""
     def own() -> Proof:
         values = json.loads(tiny_copy(config).to_json_string(use_diff=False))
@@ -85,7 +85,7 @@ def prove_model_type(model_type: str) -> Verdict:
     try:
         config = config_class_of(model_type)(**VALUES.get(model_type, {}))
     except Exception as error:
-        return Verdict(model_type, reason=_reason(error))
+        return ModelResult(model_type, reason=_reason(error))
     proofs: list[Proof | None] = []
     reasons = []
     for kind in ((own,) if model_type in FAMILIES else ()) + (lambda: prove(tiny_config(config)),):
@@ -98,7 +98,7 @@ def prove_model_type(model_type: str) -> Verdict:
     text_type = getattr(getattr(config, "text_config", None), "model_type", None)
     if wrapped is None and text_type in their_model_types():
         reasons[-1] += f" (its text model is {text_type})"
-    return Verdict(model_type, len(proofs) > 1 and proofs[0] is not None, wrapped is not None, "; ".join(reasons),
+    return ModelResult(model_type, len(proofs) > 1 and proofs[0] is not None, wrapped is not None, "; ".join(reasons),
                    wrapped.num_layers if wrapped else 0, wrapped.without_gradient if wrapped else (),
                    wrapped.bf16_problem if wrapped else "")
 
@@ -115,7 +115,7 @@ def _reason(error: BaseException) -> str:
 
 
 def prove_all(model_types: Sequence[str], *, seconds: float = _SECONDS,
-              proof: Callable[[str], Verdict] = prove_model_type) -> Iterator[Verdict]:
+              proof: Callable[[str], ModelResult] = prove_model_type) -> Iterator[ModelResult]:
     """Yield the result of each model_type, in the order in which they end. A crash or hang is a result, too.
 
     Args:
@@ -128,8 +128,8 @@ def prove_all(model_types: Sequence[str], *, seconds: float = _SECONDS,
         sender.close()
         try:
             receiver.send_bytes(pickle.dumps((list(model_types), seconds, proof)))
-            while (verdict := receiver.recv()) is not None:
-                yield verdict
+            while (result := receiver.recv()) is not None:
+                yield result
         except (EOFError, ConnectionError):
             raise ConfigError("--prove", problem="the process of the proofs was killed",
                               remedy="free memory, and call the program again") from None
@@ -142,12 +142,12 @@ def fork_proofs(descriptor: int) -> None:
     for name in _PRELOADED:
         importlib.import_module(name)  # a proof then takes 0.5 s instead of 6 s
     with multiprocessing.connection.Connection(descriptor) as connection:
-        for verdict in _in_forks(*pickle.loads(connection.recv_bytes())):
-            connection.send(verdict)
+        for result in _in_forks(*pickle.loads(connection.recv_bytes())):
+            connection.send(result)
         connection.send(None)
 
 
-def _in_forks(model_types: Sequence[str], seconds: float, proof: Callable[[str], Verdict]) -> Iterator[Verdict]:
+def _in_forks(model_types: Sequence[str], seconds: float, proof: Callable[[str], ModelResult]) -> Iterator[ModelResult]:
     context = multiprocessing.get_context("fork")
     waiting = list(model_types)[::-1]
     running: dict[Any, tuple[str, Any, float]] = {}  # receiver -> model_type, process, start
@@ -164,26 +164,26 @@ def _in_forks(model_types: Sequence[str], seconds: float, proof: Callable[[str],
             used = time.monotonic() - start
             if receiver in ready or used > seconds:
                 del running[receiver]
-                yield _verdict_of_child(name, process, receiver, has_ended=receiver in ready, seconds=used)
+                yield _result_of_child(name, process, receiver, has_ended=receiver in ready, seconds=used)
 
 
-def _verdict_of_child(name: str, process: Any, receiver: Any, *, has_ended: bool, seconds: float) -> Verdict:
+def _result_of_child(name: str, process: Any, receiver: Any, *, has_ended: bool, seconds: float) -> ModelResult:
     """Return what a process has sent, or how it ended without that."""
-    verdict: Verdict | None = None
+    result: ModelResult | None = None
     if has_ended:
         with contextlib.suppress(EOFError):
-            verdict = receiver.recv()
+            result = receiver.recv()
     else:
         process.kill()
     process.join()
     receiver.close()
-    if verdict is not None:
-        return verdict
+    if result is not None:
+        return result
     how = f"its process ended with exit code {process.exitcode}" if has_ended else f"no result after {seconds:.0f} s"
-    return Verdict(name, reason=f"the proof did not end: {how}", seconds=seconds)
+    return ModelResult(name, reason=f"the proof did not end: {how}", seconds=seconds)
 
 
-def _prove_in_child(model_type: str, sender: Any, proof: Callable[[str], Verdict]) -> None:
+def _prove_in_child(model_type: str, sender: Any, proof: Callable[[str], ModelResult]) -> None:
     """Send the result. Memory is limited, so that a model with a large buffer has a result, too."""
     from transformers import logging
 
@@ -192,8 +192,8 @@ def _prove_in_child(model_type: str, sender: Any, proof: Callable[[str], Verdict
     with open("/proc/self/statm", encoding="ascii") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    verdict = proof(model_type)
-    sender.send(Verdict(**{**vars(verdict), "seconds": time.monotonic() - start}))
+    result = proof(model_type)
+    sender.send(ModelResult(**{**vars(result), "seconds": time.monotonic() - start}))
 
 
 if __name__ == "__main__":

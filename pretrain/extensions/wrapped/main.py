@@ -23,7 +23,7 @@ from pretrain.model.families import FAMILIES
 from pretrain.paths import check_file
 
 if TYPE_CHECKING:
-    from pretrain.extensions.wrapped.all_decoders import Verdict
+    from pretrain.extensions.wrapped.all_decoders import ModelResult
 
 _WIDTH = 80
 _BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"
@@ -47,10 +47,10 @@ def main() -> int:
     output = None if args.output is None else Path(args.output)
     if output is not None:
         check_file(output, "--output")
-    verdicts = _prove(args.prove)
+    results = _prove(args.prove)
     if output is not None:
-        _write(output, verdicts)
-    return REJECTED if args.prove and not all(verdict.trains for verdict in verdicts) else 0
+        _write(output, results)
+    return REJECTED if args.prove and not all(result.trains for result in results) else 0
 
 
 def _lists() -> list[str]:
@@ -67,7 +67,7 @@ def _lists() -> list[str]:
             "`ds-pretrain models --prove MODEL_TYPE`"]
 
 
-def _prove(names: list[str]) -> "list[Verdict]":
+def _prove(names: list[str]) -> "list[ModelResult]":
     """Prove the model types, and print each result when it is there. The result is sorted by name."""
     known = sorted(their_model_types())
     for name in names:
@@ -77,40 +77,40 @@ def _prove(names: list[str]) -> "list[Verdict]":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
     from pretrain.extensions.wrapped.all_decoders import prove_all  # imports torch
 
-    verdicts = []
-    for verdict in prove_all(list(dict.fromkeys(names)) or known):
-        verdicts.append(verdict)
-        print(f"{verdict.model_type:<26}{_how(verdict):<24}{_remark(verdict)}".rstrip(), flush=True)
-    print(_summary(verdicts))
-    return sorted(verdicts, key=lambda verdict: verdict.model_type)
+    results = []
+    for result in prove_all(list(dict.fromkeys(names)) or known):
+        results.append(result)
+        print(f"{result.model_type:<26}{_how(result):<24}{_remark(result)}".rstrip(), flush=True)
+    print(_summary(results))
+    return sorted(results, key=lambda result: result.model_type)
 
 
-def _how(verdict: "Verdict") -> str:
+def _how(result: "ModelResult") -> str:
     """Return as what it trains; "no" if it does not."""
-    kinds = (("own family", verdict.own_family), ("wrapped", verdict.wrapped))
+    kinds = (("own family", result.own_family), ("wrapped", result.wrapped))
     return ", ".join(kind for kind, is_proved in kinds if is_proved) or "no"
 
 
-def _remark(verdict: "Verdict") -> str:
+def _remark(result: "ModelResult") -> str:
     """Return why it does not train, or which parameters get no gradient."""
-    if verdict.bf16_problem:
-        return f"fp32 only; in bf16: {verdict.bf16_problem}"
-    if verdict.reason or not verdict.without_gradient:
-        return verdict.reason
-    names = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in verdict.without_gradient)
+    if result.bf16_problem:
+        return f"fp32 only; in bf16: {result.bf16_problem}"
+    if result.reason or not result.without_gradient:
+        return result.reason
+    names = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in result.without_gradient)
     return f"no gradient: {next(iter(names))}{f' and {len(names) - 1} others' if len(names) > 1 else ''}"
 
 
-def _summary(verdicts: "Iterable[Verdict]") -> str:
-    verdicts = list(verdicts)
-    return f"{sum(verdict.trains for verdict in verdicts)} of {len(verdicts)} model types train"
+def _summary(results: "Iterable[ModelResult]") -> str:
+    results = list(results)
+    return f"{sum(result.trains for result in results)} of {len(results)} model types train"
 
 
-def _write(path: Path, verdicts: "list[Verdict]") -> None:
+def _write(path: Path, results: "list[ModelResult]") -> None:
     """Write the table, or replace it in a file that has one."""
-    rows = "\n".join(f"| `{verdict.model_type}` | {_how(verdict)} | {_escaped(_remark(verdict))} |"
-                     for verdict in verdicts)
-    table = (f"{_BEGIN}\n{_summary(verdicts)}: transformers {version('transformers')}, "
+    rows = "\n".join(f"| `{result.model_type}` | {_how(result)} | {_escaped(_remark(result))} |"
+                     for result in results)
+    table = (f"{_BEGIN}\n{_summary(results)}: transformers {version('transformers')}, "
              f"{datetime.date.today().isoformat()}, `{' '.join(sys.argv)}`.\n\n"
              f"| model_type | trains as | refused because, or remark |\n| --- | --- | --- |\n{rows}\n{_END}\n")
     before = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -20,7 +20,7 @@ from pretrain.extensions.ladder.expected_curve import (
     target_of_record,
     target_record,
 )
-from pretrain.extensions.ladder.report_curve import CAUSES, Evidence, likely_causes
+from pretrain.extensions.ladder.report_curve import CAUSES, Findings, likely_causes
 from pretrain.monitor.curve import EVALUATION_KEYS, KEYS, Curve, Facts, Rows
 from tests.support.launch import ROOT
 
@@ -315,14 +315,14 @@ def test_the_record_of_a_target() -> None:
         assert target_of_record(damaged) is None
 
 
-def evidence(run: Simulated, columns: dict[str, Any], *, facts: Facts, events: Any = (), **change: Any) -> Evidence:
+def findings(run: Simulated, columns: dict[str, Any], *, facts: Facts, events: Any = (), **change: Any) -> Findings:
     rows = Rows(KEYS)
     for number, row in enumerate(run.rows()):
         rows.append({**row, "consumed_samples": row["consumed_tokens"] // SEQ_LENGTH, "lr": 1e-3, "skipped_steps": 0,
                      "grad_norm": 0.5, "clip_norm": 1.0, "clip_rate": 0.0, "update_ratio": 3e-3,
                      **{key: float(column[number]) for key, column in columns.items()}})
     (found,) = run.changes()
-    return Evidence(replace(found, **change), Curve(rows.columns(), Rows(EVALUATION_KEYS).columns()), facts,
+    return Findings(replace(found, **change), Curve(rows.columns(), Rows(EVALUATION_KEYS).columns()), facts,
                     run.target, events)
 
 
@@ -332,7 +332,7 @@ def test_causes_are_named_in_their_order() -> None:
     facts = Facts(vocab_size=258, unigram_entropy=run.entropy, peak_lr=1e-2, is_new=True, has_adam=True)
     ones = np.ones(run.count)
     run.losses[0] = 12.0
-    found = likely_causes(evidence(
+    found = likely_causes(findings(
         run, {"step": np.where(run.steps == 10, 1, run.steps), "clip_rate": ones,
               "grad_norm": 7 * ones, "skipped_steps": np.arange(run.count)}, facts=facts,
         events=[{"event": "data_changed", "step": 7}, {"event": "override", "name": "lr", "step": 9},
@@ -352,12 +352,12 @@ def test_causes_are_named_in_their_order() -> None:
 def test_causes_of_a_low_loss_of_a_jump_and_of_nothing() -> None:
     run = Simulated(4, deviation=0.0)
     run.losses = 0.6 * run.losses
-    found = likely_causes(evidence(run, {}, facts=Facts(samples_per_epoch=1000)))
+    found = likely_causes(findings(run, {}, facts=Facts(samples_per_epoch=1000)))
     assert [text.split(":")[0] for text in found] == ["data", "causal mask"]
     assert "times, and the model repeats what it has seen" in found[0]
     for seed in (0, 4):  # in the noise of the second one, nothing is certain
         run = Simulated(seed, deviation=0.0)
         _other_data(run, run.count // 2)
-        found = likely_causes(evidence(run, {}, facts=Facts()))
+        found = likely_causes(findings(run, {}, facts=Facts()))
         assert found[0].startswith("nothing in the metrics explains it" if seed == 4 else
                                    "data: the loss jumped by +0.")

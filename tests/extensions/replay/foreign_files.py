@@ -11,8 +11,8 @@ PLACES = ("replay",)
 
 def write_in_run(run: Path) -> None:
     """Write the result of a replay."""
-    verdict = {"run": str(run), "step": 2, "time": 1.0, "notes": ["a note"], "checkpoint": None, "replays": [],
+    result = {"run": str(run), "step": 2, "time": 1.0, "notes": ["a note"], "checkpoint": None, "replays": [],
                "verdict": {"kind": "reproducible", "certainty": "sure", "reasons": ["x"], "remedy": "x", "also": []},
                "samples": {"command": "ds-pretrain", "lines": ["samples:  x"]}}
     (run / "replays/step_2").mkdir(parents=True)
-    (run / "replays/step_2/verdict.json").write_text(json.dumps(verdict))
+    (run / "replays/step_2/verdict.json").write_text(json.dumps(result))

@@ -35,7 +35,7 @@ from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.errors import ConfigError
 from pretrain.extensions.replay.documents import odd_documents, pieces_of
-from pretrain.extensions.replay.examine_step import Replay, question, read_replay
+from pretrain.extensions.replay.examine_step import Replay, examine, read_replay
 from pretrain.extensions.replay.extension import SAMPLES_FILE, ReplayOrder
 from pretrain.extensions.replay.target import find_target
 from tests.extensions.replay import WORKERS
@@ -164,7 +164,7 @@ def answer_of(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
 
     try:
         target = find_target(folder / f"run-{_run_of(planted)}", _asked(planted, trained))
-        found = question(target, train, repeats=2)
+        found = examine(target, train, repeats=2)
         documents = []
         if planted.poison:
             report = json.loads((replays / "replay_1" / "run" / SAMPLES_FILE).read_text())
@@ -173,7 +173,7 @@ def answer_of(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
                          for each in odd_documents(open_data_of_step(target.run, target.start), report)]
     except ConfigError as error:
         return {"kind": "none", "certainty": "sure", "ranks": [], "error": str(error)}
-    return {**found.verdict.to_json(), "notes": found.notes, "documents": documents}
+    return {**found.result.to_json(), "notes": found.notes, "documents": documents}
 
 
 def answer_of_command(folder: Path, planted: Planted, trained: int) -> dict[str, Any]:
@@ -208,27 +208,27 @@ def _edited(planted: Planted, data: PlantedData) -> Iterator[None]:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def grade(layout: str, planted: Planted, verdict: dict[str, Any]) -> str:
+def grade(layout: str, planted: Planted, result: dict[str, Any]) -> str:
     """Return right, unsure or wrong: see above."""
     expected = {planted.rank} if planted.rank is None or layout != "tensor" else {*_TENSOR_GROUPS[planted.rank]}
-    is_named = planted.rank is None or planted.rank in verdict["ranks"]
-    if verdict["certainty"] == "unsure":
-        kinds = {verdict["kind"], *verdict.get("also", [])}
+    is_named = planted.rank is None or planted.rank in result["ranks"]
+    if result["certainty"] == "unsure":
+        kinds = {result["kind"], *result.get("also", [])}
         if planted.kind not in kinds or not is_named:
             return "unsure, cause not named"
         return "right" if planted.unsure else "unsure"
-    is_right = (verdict["kind"] == planted.kind and is_named and not planted.unsure
-                and (planted.rank is None or {*verdict["ranks"]} <= expected)
-                and planted.step in (None, verdict["step"]) and planted.layer in (None, verdict["layer"])
-                and planted.operator == verdict["operator"]
-                and any(planted.note in note for note in ["", *verdict["notes"]]))
+    is_right = (result["kind"] == planted.kind and is_named and not planted.unsure
+                and (planted.rank is None or {*result["ranks"]} <= expected)
+                and planted.step in (None, result["step"]) and planted.layer in (None, result["layer"])
+                and planted.operator == result["operator"]
+                and any(planted.note in note for note in ["", *result["notes"]]))
     if is_right and planted.poison:
-        if not verdict["documents"]:
+        if not result["documents"]:
             return "wrong"
-        first = verdict["documents"][0]
+        first = result["documents"][0]
         if first["certainty"] != "sure":
             return "unsure"
-        is_right = Path(first["prefix"]).name == planted.poison and first["document"] == verdict["planted_document"]
+        is_right = Path(first["prefix"]).name == planted.poison and first["document"] == result["planted_document"]
     return "right" if is_right else "wrong"
 
 

@@ -52,10 +52,10 @@ def test_a_step_is_repeated_after_a_rollback_inside_a_ramp_and_of_a_branch(corpu
     asked: dict[str, dict[str, Any]] = {
         "ramp": {"step": 6}, "rollback": {"step": 6}, "branch": {"step": 5},
         "before": {"run": "run-rollback", "step": 5, "before_rollback": 1, "plant": runs[1]["plant"]}}
-    cases = [*runs, *({"name": f"{name}_verdict", "job": "replay", "run": f"run-{name}", **question}
-                      for name, question in asked.items())]
+    cases = [*runs, *({"name": f"{name}_verdict", "job": "replay", "run": f"run-{name}", **examine}
+                      for name, examine in asked.items())]
     results = run_worker(str(WORKERS / "replay_worker.py"), cases, 2, tmp_path)
     assert any(row["event"] == "rollback" for row in read_events(tmp_path / "run-rollback"))
     for name in asked:
-        verdict = results[f"{name}_verdict"]
-        assert (verdict["kind"], verdict["certainty"]) == ("reproducible", "sure"), (name, verdict)
+        result = results[f"{name}_verdict"]
+        assert (result["kind"], result["certainty"]) == ("reproducible", "sure"), (name, result)

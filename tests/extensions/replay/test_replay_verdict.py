@@ -9,10 +9,10 @@ import pytest
 
 from pretrain.errors import ConfigError
 from pretrain.extensions.replay.compare import compare, compare_loosely
-from pretrain.extensions.replay.examine_step import Replay, question
+from pretrain.extensions.replay.examine_step import Replay, examine
 from pretrain.extensions.replay.extension import ReplayOrder
 from pretrain.extensions.replay.record_files import Header, RankRecord
-from pretrain.extensions.replay.result import CAUSES, Verdict, judge
+from pretrain.extensions.replay.result import CAUSES, Result, find_cause
 from pretrain.extensions.replay.target import Target, find_target, parse_target
 
 FULL = ("weights", "states", "layers_forward", "layers_backward", "gradient_bits", "gradients", "reduced",
@@ -45,10 +45,10 @@ def changed(found: Records, step: int, changes: dict[int, dict[str, Any]], *, la
     return found
 
 
-def verdict(run: Records, replays: list[Records] | None = None, **others: Any) -> Verdict:
+def result(run: Records, replays: list[Records] | None = None, **others: Any) -> Result:
     replays = replays or [records(len(run)), records(len(run))]
     between = [compare(replays[0], each, 1, 6) for each in replays[1:]]
-    return judge(compare(run, replays[0], 1, 6, world_size=len(run)), between, **others)
+    return find_cause(compare(run, replays[0], 1, 6, world_size=len(run)), between, **others)
 
 
 BOTH = {"loss": 2.5, "grad_norm": 1.5}
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[dict[int, dict[str, Any]], str, list[int], str | None]] =
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_difference_names_stage_rank_and_layer(name: str) -> None:
     changes, kind, ranks, layer = CASES[name]
-    found = verdict(changed(records(), 3, changes))
+    found = result(changed(records(), 3, changes))
     assert (found.kind, found.certainty, found.step, found.ranks, found.layer) == (kind, "sure", 3, ranks, layer), found
     assert found.hosts == [f"host{rank}" for rank in ranks]
     assert found.remedy == CAUSES[kind].remedy
@@ -86,7 +86,7 @@ def without_checksums(found: Records, step: int) -> Records:
 @pytest.mark.parametrize(("name", "also"), [("weight", "memory_weights"), ("forward", "memory_weights"),
                                             ("backward", "backward"), ("reduction", "backward")])
 def test_a_step_without_checksums_makes_the_verdict_unsure(name: str, also: str) -> None:
-    found = verdict(without_checksums(changed(records(), 3, CASES[name][0]), 3))
+    found = result(without_checksums(changed(records(), 3, CASES[name][0]), 3))
     assert found.certainty == "unsure"
     assert "no checksums" in found.reasons[0]
     assert also in (found.kind, *found.also)
@@ -96,53 +96,53 @@ def test_missing_steps_and_ranks_make_the_verdict_unsure() -> None:
     run = changed(records(), 3, CASES["weight"][0])
     for record in run.values():
         del record.rows[2]
-    gap = verdict(run)
+    gap = result(run)
     assert (gap.kind, gap.certainty) == ("memory_weights", "unsure")
     assert any("2 to 2, cannot be compared" in reason for reason in gap.reasons)
     lost = changed(records(), 3, CASES["weight"][0])
     del lost[0]
-    assert "no record of rank 0" in judge(compare(lost, records(), 1, 6, world_size=2)).reasons[0]
-    assert judge(compare({}, records(), 1, 6, world_size=2)).certainty == "unsure"
+    assert "no record of rank 0" in find_cause(compare(lost, records(), 1, 6, world_size=2)).reasons[0]
+    assert find_cause(compare({}, records(), 1, 6, world_size=2)).certainty == "unsure"
 
 
 def test_equal_records_are_reproducible_and_other_ranks_find_one_that_is_always_wrong() -> None:
-    assert (verdict(records(), recomputed=()).kind, verdict(records(), recomputed=()).certainty) == ("reproducible",
+    assert (result(records(), recomputed=()).kind, result(records(), recomputed=()).certainty) == ("reproducible",
                                                                                                      "sure")
-    assert verdict(records()).also == ["wrong_rank"]  # no other rank has computed the micro-batches
+    assert result(records()).also == ["wrong_rank"]  # no other rank has computed the micro-batches
     event = {"finding": "wrong", "ranks": [1], "step": 2, "layer": "layer 1 (Block)", "direction": "forward",
              "reason": "the majority"}
-    found = verdict(records(), recomputed=[event])
+    found = result(records(), recomputed=[event])
     assert (found.kind, found.certainty, found.ranks, found.layer) == ("wrong_rank", "sure", [1], "1")
-    assert verdict(records(), recomputed=[{**event, "finding": "undecided", "ranks": [0, 1]}]).certainty == "unsure"
+    assert result(records(), recomputed=[{**event, "finding": "undecided", "ranks": [0, 1]}]).certainty == "unsure"
 
 
 def test_replays_that_differ_tell_a_flaky_rank_from_nondeterministic_kernels() -> None:
     run = changed(records(), 3, CASES["forward"][0])
-    flaky = verdict(run, [records(), changed(records(), 2, {1: {"layers_forward": [2, 60, 61], "rank_loss": 2.2}})])
+    flaky = result(run, [records(), changed(records(), 2, {1: {"layers_forward": [2, 60, 61], "rank_loss": 2.2}})])
     assert (flaky.kind, flaky.now, flaky.ranks, flaky.step) == ("forward", True, [1], 2)
     everywhere = {rank: {"layers_forward": [2, rank, 61], "rank_loss": 2.2} for rank in (0, 1)}
-    kernels = verdict(run, [records(), changed(records(), 2, everywhere)])
+    kernels = result(run, [records(), changed(records(), 2, everywhere)])
     assert (kernels.kind, kernels.layer) == ("nondeterministic", "2")
 
 
 def test_a_replay_on_other_versions_or_once_is_unsure() -> None:
     run = changed(records(), 3, CASES["forward"][0])
-    other = verdict(run, other_machine=["torch 2.13, recorded 2.12"])
+    other = result(run, other_machine=["torch 2.13, recorded 2.12"])
     assert (other.kind, other.certainty) == ("forward", "unsure")
     assert "torch 2.13" in other.reasons[0]
-    assert "once" in verdict(run, [records()]).reasons[0]
+    assert "once" in result(run, [records()]).reasons[0]
 
 
 def test_a_difference_in_a_pipeline_begins_in_the_first_stage_that_has_it() -> None:
     run = changed(records(4, pipe=2), 3, {0: {"layers_forward": [3, 9, 9], "rank_loss": 2.1},
                                           1: {"layers_forward": [8, 9, 9], "rank_loss": 2.1}})
-    found = judge(compare(run, records(4, pipe=2), 1, 6), [compare(records(4, pipe=2), records(4, pipe=2), 1, 6)])
+    found = find_cause(compare(run, records(4, pipe=2), 1, 6), [compare(records(4, pipe=2), records(4, pipe=2), 1, 6)])
     assert (found.ranks, found.pipeline_stage, found.layer) == ([0], 0, "1")
     # the loss of the last stage reaches the first one
     run = changed(records(4, pipe=2), 3, {2: {"rank_loss": 2.1}, 3: {"layers_forward": [3, 3, 9], "rank_loss": 2.1}})
-    found = judge(compare(run, records(4, pipe=2), 1, 6), [compare(records(4, pipe=2), records(4, pipe=2), 1, 6)])
+    found = find_cause(compare(run, records(4, pipe=2), 1, 6), [compare(records(4, pipe=2), records(4, pipe=2), 1, 6)])
     assert (found.ranks, found.pipeline_stage, found.layer) == ([3], 1, "2")
-    assert verdict(without_checksums(run, 3), [records(4, pipe=2)] * 2).ranks == [2, 3]
+    assert result(without_checksums(run, 3), [records(4, pipe=2)] * 2).ranks == [2, 3]
 
 
 def test_the_first_operator_is_named_and_tells_the_ranks_of_a_tensor_parallel_group_apart() -> None:
@@ -154,10 +154,10 @@ def test_the_first_operator_is_named_and_tells_the_ranks_of_a_tensor_parallel_gr
     forward = {"layers_forward": [3, 8, 8], "rank_loss": 2.1}
     run = changed(healthy, 3, {rank: {**forward, "operators_forward": dict.fromkeys(names, 4) | dict.fromkeys(found, 5)}
                                for rank, found in enumerate((names[3:], names[2:]))})  # both get the sum of their parts
-    found = verdict(run, [healthy] * 2)
+    found = result(run, [healthy] * 2)
     assert (found.kind, found.ranks, found.layer, found.operator) == ("forward", [1], "1", "1.mlp.up")
     inside = {1: {**forward, "operators_forward": dict.fromkeys(names, 4) | {"2.mlp.up": 5}}}
-    assert verdict(changed(healthy, 3, inside), [healthy] * 2).operator is None  # the sum at the end of layer 1
+    assert result(changed(healthy, 3, inside), [healthy] * 2).operator is None  # the sum at the end of layer 1
 
 
 def test_another_layout_is_compared_with_a_tolerance() -> None:
@@ -176,10 +176,10 @@ def test_a_replay_that_is_rejected_because_of_its_data_is_an_answer(line: str, k
 
     target = Target(tmp_path, 3, 0, {"flags": {}, "layout": {"world_size": 1}}, None, 0, None)
     if kind:
-        assert question(target, train, repeats=2).verdict.kind == kind
+        assert examine(target, train, repeats=2).result.kind == kind
     else:
         with pytest.raises(ConfigError, match="--seed 3"):
-            question(target, train, repeats=2)
+            examine(target, train, repeats=2)
 
 
 @pytest.mark.parametrize("text", ["run", "run@", "@5", "run@x", "run@0", "run@-1", "run@1.5", "run@" + "9" * 30])

@@ -437,7 +437,7 @@ def verdict_is_complete(settings: Settings, result: Result) -> None:
     for name, value in settings.given.items():
         rows = [row for row in result.rows if row == name or row.startswith(f"{name}.")]
         assert rows, f"{settings.program}: {name} = {value} has no verdict"
-    assert {row.verdict for row in result.rows.values()} <= {BECAME, DIFFERS, NONE}
+    assert {row.outcome for row in result.rows.values()} <= {BECAME, DIFFERS, NONE}
     assert all(row.text for row in result.rows.values())
 
 

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pretrain.errors import ConfigError
 from pretrain.extensions.wrapped import main as models
-from pretrain.extensions.wrapped.all_decoders import VALUES, Verdict, prove_all, prove_model_type
+from pretrain.extensions.wrapped.all_decoders import VALUES, ModelResult, prove_all, prove_model_type
 from pretrain.extensions.wrapped.extension import their_model_types
 from pretrain.extensions.wrapped.prove import prove_wrapped, tiny_config
 from pretrain.extensions.wrapped.read import wrapped_config
@@ -50,8 +50,8 @@ NEWER = {"gemma4_text", "deepseek_v4", "gpt_neo"}
     pytest.param(name, marks=needs_transformers("5.20", "it does not have this model") if name in NEWER else ())
     for name in EXAMPLES])
 def test_examples_train_as_in_transformers(model_type: str) -> None:
-    verdict = prove_model_type(model_type)
-    assert (verdict.wrapped, verdict.reason) == (True, "")
+    result = prove_model_type(model_type)
+    assert (result.wrapped, result.reason) == (True, "")
 
 
 @needs_transformers("5.20", "its xLSTM fails in another way")
@@ -70,8 +70,8 @@ def test_token_ids_survive_in_16_bits() -> None:
 
 
 def test_a_family_of_ours_is_proved_in_both_ways() -> None:
-    verdict = prove_model_type("qwen3_moe")
-    assert (verdict.own_family, verdict.wrapped) == (True, True), verdict.reason
+    result = prove_model_type("qwen3_moe")
+    assert (result.own_family, result.wrapped) == (True, True), result.reason
 
 
 def _published() -> dict[str, str]:
@@ -92,8 +92,8 @@ def test_the_published_table_has_all_decoders_and_at_least_60_train() -> None:
 @pytest.mark.slow
 def test_the_verdicts_are_those_of_the_published_table() -> None:
     """About three minutes."""
-    verdicts = {verdict.model_type: verdict for verdict in prove_all(sorted(their_model_types()))}
-    assert {name: models._how(verdict) for name, verdict in verdicts.items()} == _published()
+    results = {result.model_type: result for result in prove_all(sorted(their_model_types()))}
+    assert {name: models._how(result) for name, result in results.items()} == _published()
 
 
 @pytest.mark.parametrize(("model_type", "changes", "expected"), [
@@ -213,8 +213,8 @@ def test_the_command_lists_families_and_presets(capsys: pytest.CaptureFixture[st
 
 def test_the_command_writes_a_table_and_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    def without_processes(names: list[str]) -> list[Verdict]:
-        return [Verdict(name, wrapped=name != "bert", reason="a|b" if name == "bert" else "") for name in names]
+    def without_processes(names: list[str]) -> list[ModelResult]:
+        return [ModelResult(name, wrapped=name != "bert", reason="a|b" if name == "bert" else "") for name in names]
 
     monkeypatch.setattr("pretrain.extensions.wrapped.all_decoders.prove_all", without_processes)
     page = tmp_path / "page.md"

@@ -29,7 +29,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.world import running_environment
 from pretrain.errors import ConfigError, CorruptionError
-from pretrain.extensions.replay.examine_step import Layout, Replay, order_of, prepare, question, read_replay
+from pretrain.extensions.replay.examine_step import Layout, Replay, examine, order_of, prepare, read_replay
 from pretrain.extensions.replay.extension import ReplayOrder, read_order
 from pretrain.extensions.replay.target import Target, find_target
 from pretrain.monitor import announce
@@ -72,7 +72,7 @@ def replay_in_process(case: dict[str, Any]) -> dict[str, Any]:
     def train(number: int, order: ReplayOrder) -> Replay:
         return train_replay(Path(f"replays-{case['name']}") / f"replay_{number}", target, order, case.get("plant"))
 
-    return question(target, train, repeats=case.get("repeats", 2)).verdict.to_json()
+    return examine(target, train, repeats=case.get("repeats", 2)).result.to_json()
 
 
 def train_replays(case: dict[str, Any]) -> dict[str, Any]:
