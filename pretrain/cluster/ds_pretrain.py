@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.active_extensions import around_run
+from pretrain.active_extensions import advice_on, around_run
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import say
 from pretrain.cluster.hosts.hostfile import choose_hosts, hosts_from_flags
@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(launcher_words)
     if command is None and not rest:
         raise ConfigError("command line", problem="the flags of the run are missing",
-                          remedy="write for example `ds-pretrain --num_gpus RANKS --config run.yaml`; `ds-pretrain "
-                                 "new run.yaml` writes this file, `ds-pretrain quickstart` trains a small model, and "
-                                 "`ds-pretrain --help` lists the subcommands")
+                          remedy="; ".join(["write for example `ds-pretrain --num_gpus RANKS --config run.yaml`",
+                                            ", ".join([*advice_on("no run"), "and `ds-pretrain --help` lists the "
+                                                       "subcommands"])]))
     check_outer_launcher(flags)
     forces_multihost = flags.force_multi or flags.no_ssh
     if flags.hostfile is not None and (forces_multihost or not _only_this_host(hosts_from_flags(flags))):

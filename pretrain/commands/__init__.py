@@ -16,10 +16,6 @@ _RUN, _BEFORE, _DATA, _AFTER, _WEIGHTS, _FILES = (
 COMMANDS = {
     "train": Command(_RUN, "train on this host or on the hosts of --hostfile (the default)",
                      "pretrain.cluster.ds_pretrain"),
-    "new": Command(_RUN, "write settings for your own data, and list the next commands",
-                   f"{_HERE}.new.main"),
-    "quickstart": Command(_RUN, "train a small model on a fresh machine, from corpus to sample",
-                          f"{_HERE}.quickstart"),
     "check": Command(_BEFORE, "validate a run without training", f"{_HERE}.check"),
     "compare": Command(_BEFORE, "compare layouts: memory", "pretrain.memory.compare.compare_zero"),
     "corpus": Command(_DATA, "write a small corpus, the source code of Python's library", f"{_HERE}.corpus"),

@@ -11,7 +11,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.hardware import MAX_GPUS_PER_NODE
 from pretrain.stored_json import read_settings
 
-LISTED = "#   "  # beginning of a command in the first lines of a YAML that `ds-pretrain new` wrote
+LISTED = "#   "  # beginning of a command in the first lines of a YAML that lists the commands of its run
 
 
 def after_tokenizer(inputs: Sequence[str], folder: Path, options: Sequence[str]) -> str:
@@ -20,9 +20,9 @@ def after_tokenizer(inputs: Sequence[str], folder: Path, options: Sequence[str])
 
 
 def after_prepare(prefix: str) -> str:
-    """Return the command that follows in the YAML of `ds-pretrain new` that names the token files, or `new` itself.
+    """Return the command that follows in the list of the YAML that names the token files, or what extensions advise.
 
-    The YAML is searched in this folder, and in the one where `new` made the folders of the token files.
+    The YAML is searched in this folder, and in the one above the folders of the token files.
     """
     folders = dict.fromkeys((Path(), *Path(prefix).parents[2:3]))
     for path in (path for folder in folders for path in sorted(folder.glob("*.y*ml"))):
@@ -32,12 +32,16 @@ def after_prepare(prefix: str) -> str:
             continue
         if named == prefix and (command := _listed_after("prepare", path)):
             return command
-    return _command("new", "run.yaml", "--data", prefix)
+    return _advised("prepared", prefix)
 
 
 def after_shard(prefix: str) -> str:
     """Return the command that follows when all shards are prepared; "" if no extension has one."""
-    return next((command.replace("{out}", shlex.quote(prefix)) for command in advice_on("shards")), "")
+    return _advised("shards", prefix)
+
+
+def _advised(situation: str, prefix: str) -> str:
+    return next((command.replace("{out}", shlex.quote(prefix)) for command in advice_on(situation)), "")
 
 
 def before_check(words: Sequence[str], prefix: str) -> str:

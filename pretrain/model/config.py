@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pretrain.active_extensions import extensions
+from pretrain.active_extensions import advice_on, extensions
 from pretrain.errors import ConfigError, shorten
 from pretrain.hub import find_repository, is_repository, snapshot_in
 from pretrain.model.config_keys import (
@@ -63,9 +63,8 @@ def find_config(model: str) -> Path:
                           ("; a class of your own code is MODULE:CONFIG_CLASS" if ":" in model else ""))
     names = preset_names()
     problem = f"there is no preset, file or folder {shorten(model)!r}"
-    if re.fullmatch(r"\d+(\.\d+)?[kmbt]", model, re.IGNORECASE):
-        raise ConfigError("--model", problem=problem, remedy=f"`ds-pretrain new run.yaml --model {model}` writes the "
-                          "settings of a Llama with this number of parameters")
+    if re.fullmatch(r"\d+(\.\d+)?[kmbt]", model, re.IGNORECASE) and (advice := advice_on("model of a size")):
+        raise ConfigError("--model", problem=problem, remedy=advice[0].replace("{model}", model))
     if similar := [name for name in names if _beginning(name) == _beginning(model)]:
         raise ConfigError("--model", problem=problem, word=model, known=names,
                           remedy=f"the presets with a similar name are {', '.join(similar)}")

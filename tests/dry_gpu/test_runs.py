@@ -165,7 +165,6 @@ COMMANDS: dict[str, tuple[list[str], tuple[int, str], tuple[int, str]]] = {
     "export": (["export", RUN, "--output", NEW], (0, ""), (0, "")),
     "verify": (["checkpoint", "verify", RUN], (0, ""), (0, "")),
     "summary": (["summary", RUN], (0, "4 of 4"), (0, "4 of 4")),
-    "quickstart": (["quickstart", NEW], (0, "a sample"), (1, NOTHING)),
     **entries_of_extensions("gpu_runs", "COMMANDS"),
 }
 

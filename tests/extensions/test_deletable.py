@@ -27,12 +27,13 @@ USED: dict[str, dict[str, Any]] = {
     "replay": {"recompute_interval": 1}, "sanity": {"sanity_check": "true"}, "tasks": {"show_predictions": 1}}
 
 # words of extensions that are also words of the core, or of DeepSpeed
-ORDINARY = {"fp8", "hint", "models", "notify", "profile", "recomputation"}
+ORDINARY = {"fp8", "hint", "models", "new", "notify", "profile", "quickstart", "recomputation"}
 # files of the core that may name extensions: deleting the folder leaves them correct
 NAMED_IN = {
     "tests/foreign_files/payloads.py",  # hostile texts with keys that would act
     "tests/monitor/test_repeat_command.py",  # secret flags of each extension
-    "tests/support/supervised.py"}  # starts launch/supervise.py
+    "tests/support/supervised.py",  # starts launch/supervise.py
+    "tests/test_quickstart.py"}  # the commands of the guide, which continue the run of its first one
 
 
 def commands_of(extension: Extension) -> list[str]:

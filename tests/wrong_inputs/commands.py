@@ -61,10 +61,6 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("data hash", "data verify", "data info"), "PATH", NO_DATA, NAME),
     (("compare",), "RIGHT --write PATH", {**NO_FILE, "folder": "{world}/nvme"}, "--write"),
     ((EVALUATE,), "RIGHT --json PATH", {**NO_FILE, "folder": "{world}/nvme"}, "--json"),
-    (("new",), "PATH.yaml REST", NO_FILE, NAME),
-    *((("new",), f"RIGHT --{flag} PATH", UNREADABLE, flag) for flag in ("model", "tokenizer")),
-    (("new",), "RIGHT --data PATH", UNREADABLE, NAME),
-    (("new",), "RIGHT --save PATH", NO_NEW_FOLDER, "--save"),
     (("compare",), "RIGHT --model PATH", UNREADABLE, "--model"),
     *((programs, words, {**NO_FILE, **paths}, culprit) for module in of_extensions()
       for programs, words, paths, culprit in getattr(module, "OUTPUT_FILES", ())),

@@ -278,7 +278,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"exit_step": 51}, "--exit_step"),
     ({}, {"world_size": 0}, "--world_size: found '0'"),
     # model
-    ({}, {"model": "1.3B"}, "ds-pretrain new run.yaml --model 1.3B"),
     ({}, {"model": "tiyn"}, 'Did you mean "tiny"'),
     ({}, {"model": NOTHING}, "--model"),
     ({}, {"model_overrides": "n_layers=3"}, 'Did you mean "n_layer"'),

@@ -18,7 +18,6 @@ import pretrain.data.text_inputs.reader
 import pretrain.extensions.object_stores.block_reader
 import pretrain.extensions.object_stores.remote_file
 import pretrain.remote
-from pretrain.commands.new.answers import data_of
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.prepare.shards import Shard
@@ -428,14 +427,6 @@ def test_a_tokenizer_is_trained_on_a_url(corpus: Path, s3: str, tmp_path: Path) 
     assert (tmp_path / "new" / "tokenizer.model").read_bytes() == local.path.read_bytes()
     prepare([str(corpus / "b.jsonl")], tokenizer=str(local.path), out=str(tmp_path / "local"), workers=1)
     assert hashes(tmp_path / "out") == hashes(tmp_path / "local")
-
-
-def test_new_takes_urls_without_signatures(corpus: Path, s3: str, tmp_path: Path) -> None:
-    data = data_of(["s3://bucket/corpus/b.jsonl"], "text", "tokens")
-    assert data.text_bytes == (corpus / "b.jsonl").stat().st_size
-    assert data.inputs == ("s3://bucket/corpus/b.jsonl",)
-    with pytest.raises(ConfigError, match=r"--data https://host/a: its password or signature would be written into"):
-        data_of(["https://host/a?Signature=secret"], "text", "tokens")
 
 
 WRONG_OF_S3 = {

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.active_extensions import advice_on
-from pretrain.commands.new.answers import Data, ModelOfRun, TokenizerOfRun
-from pretrain.commands.new.sizes import SizeDefaults
 from pretrain.commands.next_command import LISTED
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.write_yaml import comment_line, yaml_entry
 from pretrain.errors import counted, format_number, one_line, tokens_text
+from pretrain.extensions.new.answers import Data, ModelOfRun, TokenizerOfRun
+from pretrain.extensions.new.sizes import SizeDefaults
 from pretrain.memory.compare.compare import ComparisonRow, step_estimates
 from pretrain.memory.footprint import checkpoint_text, in_unit
 from pretrain.memory.hardware import Cluster

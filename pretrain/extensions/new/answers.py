@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from pretrain.cli import whole_number
-from pretrain.commands.new.sizes import LLAMA, llama_shape
 from pretrain.data.data_spec import parse_split, split_documents
 from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.data.text_inputs.documents import read_pieces
@@ -20,6 +19,7 @@ from pretrain.data.token_schedules import parse_token_count
 from pretrain.data.tokenizers.tokenizer import BYTES, load_tokenizer
 from pretrain.distributed.device import cpu_device, cpu_name, nvidia_smi
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.new.sizes import LLAMA, llama_shape
 from pretrain.memory.hardware import Cluster, cpu_cluster, find_gpu, gpu_by_label, make_cluster
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.description import ModelConfig

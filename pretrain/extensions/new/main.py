@@ -15,7 +15,11 @@ from pretrain.checkpoint.format.hashed_files import write_atomically
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, path_text, text, whole_number
 from pretrain.commands.check import device_of
-from pretrain.commands.new.answers import (
+from pretrain.config.flags.check_flags import check_folders
+from pretrain.config.flags.parse import parse_arguments
+from pretrain.config.validate import check_settings
+from pretrain.errors import ConfigError, tokens_text
+from pretrain.extensions.new.answers import (
     CPU,
     TRAIN,
     Data,
@@ -29,7 +33,7 @@ from pretrain.commands.new.answers import (
     tokenizer_of,
     tokens_of,
 )
-from pretrain.commands.new.files import (
+from pretrain.extensions.new.files import (
     DEFAULT_SPLIT,
     NewRun,
     commands,
@@ -42,12 +46,8 @@ from pretrain.commands.new.files import (
     tokens_word,
     yaml_text,
 )
-from pretrain.commands.new.layout import best_layout
-from pretrain.commands.new.sizes import FEWEST_STEPS, size_defaults
-from pretrain.config.flags.check_flags import check_folders
-from pretrain.config.flags.parse import parse_arguments
-from pretrain.config.validate import check_settings
-from pretrain.errors import ConfigError, tokens_text
+from pretrain.extensions.new.layout import best_layout
+from pretrain.extensions.new.sizes import FEWEST_STEPS, size_defaults
 from pretrain.memory.memory_watch import plan_remarks
 from pretrain.paths import check_file
 from pretrain.remote import path_or_url

@@ -16,15 +16,16 @@ from tokenizers.models import WordLevel
 
 from pretrain.active_extensions import advice_on
 from pretrain.commands import check, next_command
-from pretrain.commands.new.layout import best_layout
-from pretrain.commands.new.main import main
-from pretrain.commands.new.sizes import llama_shape
 from pretrain.commands.prepare import prepare_main
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.parse import read_yaml
 from pretrain.data.prepare.prepare import prepare
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
+from pretrain.extensions.new.answers import data_of
+from pretrain.extensions.new.layout import best_layout
+from pretrain.extensions.new.main import main
+from pretrain.extensions.new.sizes import llama_shape
 from pretrain.memory.hardware import make_cluster
 from pretrain.model.config import load_model_config
 from tests.support.launch import ROOT
@@ -125,6 +126,21 @@ def test_a_model_that_does_not_fit_names_the_smallest_number_of_gpus(texts: Path
     with pytest.raises(ConfigError, match="do not fit"):
         main(["run.yaml", *flags, "--world_size", str(enough - (1 if enough <= 8 else 8))])
     assert f"--world_size {enough}" in "".join(printed(capsys, "run.yaml", *flags, "--world_size", str(enough)))
+
+
+def test_the_simplest_layout_that_fits_is_recommended() -> None:
+    model, cluster = load_model_config("gpt2"), make_cluster(gpu="h100", world_size=8, nodes=None, gpus_per_node=8)
+    row = best_layout(model, cluster, seq_length=1024, batch_tokens=2**19)
+    assert row.candidate.name == "zero1"
+
+
+def test_the_size_of_a_model_is_advised() -> None:
+    assert "`ds-pretrain new run.yaml --model 1.3B`" in rejection(load_model_config, "1.3B")
+
+
+def test_urls_with_signatures_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"--data https://host/a: its password or signature would be written into"):
+        data_of(["https://host/a?Signature=secret"], "text", "tokens")
 
 
 def test_no_number_of_gpus_is_enough(texts: Path) -> None:

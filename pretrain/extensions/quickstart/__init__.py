@@ -1,0 +1,1 @@
+"""`ds-pretrain quickstart`: trains a small model on a fresh machine, from corpus to sample."""
