@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from pretrain.data.token_schedules import parse_token_count
 from pretrain.data.tokenizers.tokenizer import BYTES, load_tokenizer
 from pretrain.distributed.device import cpu_device, cpu_name, nvidia_smi
 from pretrain.errors import ConfigError, shorten
-from pretrain.extensions.new.sizes import LLAMA, llama_shape
+from pretrain.extensions.new.sizes import LLAMA, llama_shape, vocabulary_for
 from pretrain.memory.hardware import Cluster, cpu_cluster, find_gpu, gpu_by_label, make_cluster
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.description import ModelConfig
@@ -116,6 +116,7 @@ class TokenizerOfRun:
     value: str
     vocab_size: int
     to_train: bool = False
+    can_be_smaller: bool = False  # the number of tokens was not asked for
 
 
 def tokenizer_of(word: str, data: Data, vocab_size: int | None, new_folder: str) -> TokenizerOfRun:
@@ -128,7 +129,8 @@ def tokenizer_of(word: str, data: Data, vocab_size: int | None, new_folder: str)
         raise ConfigError("--tokenizer train", problem="the data has been prepared with a tokenizer already",
                           remedy="give that tokenizer")
     enough = max(300, data.text_bytes // _BYTES_PER_PIECE // 100 * 100)
-    return TokenizerOfRun(new_folder, vocab_size or min(_USUAL_VOCABULARY, enough), to_train=True)
+    return TokenizerOfRun(new_folder, vocab_size or min(_USUAL_VOCABULARY, enough), to_train=True,
+                          can_be_smaller=vocab_size is None)
 
 
 @dataclass(frozen=True)
@@ -138,22 +140,37 @@ class ModelOfRun:
     value: str
     overrides: str
     config: ModelConfig
+    tokenizer: TokenizerOfRun
     why: str
 
 
-def model_of(word: str, vocab_size: int) -> ModelOfRun:
-    """Return the model that a value of --model names, with a vocabulary for the tokenizer. Raises ConfigError."""
-    size, padded = _size_of(word), -(-vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    vocabulary = f"{padded:,} rows for the {vocab_size:,} tokens of the tokenizer"
+def model_of(word: str, tokenizer: TokenizerOfRun) -> ModelOfRun:
+    """Return the model that a value of --model names, with a vocabulary for the tokenizer. Raises ConfigError.
+
+    A tokenizer that will be trained gets fewer tokens if its rows were more than a third of a small model.
+    """
+    size = _size_of(word)
     if size is not None:
-        overrides, model = llama_shape(size, padded, f"--model {shorten(word)}")
-        return ModelOfRun(LLAMA, overrides, model, f"a Llama of {model.num_parameters():,} parameters; {vocabulary}")
+        if tokenizer.can_be_smaller:
+            tokenizer = replace(tokenizer, vocab_size=vocabulary_for(size, tokenizer.vocab_size, _padded))
+        overrides, model = llama_shape(size, _padded(tokenizer.vocab_size), f"--model {shorten(word)}")
+        return ModelOfRun(LLAMA, overrides, model, tokenizer,
+                          f"a Llama of {model.num_parameters():,} parameters; {_rows(tokenizer)}")
     model = load_model_config(word)
-    if vocab_size <= model.vocab_size <= padded:
-        return ModelOfRun(word, "", model, f"{model.num_parameters():,} parameters")
-    overrides = f"{model.key('vocab_size')}={padded}"
+    if tokenizer.vocab_size <= model.vocab_size <= _padded(tokenizer.vocab_size):
+        return ModelOfRun(word, "", model, tokenizer, f"{model.num_parameters():,} parameters")
+    overrides = f"{model.key('vocab_size')}={_padded(tokenizer.vocab_size)}"
     model = load_model_config(word, overrides)
-    return ModelOfRun(word, overrides, model, f"{model.num_parameters():,} parameters; {vocabulary}")
+    return ModelOfRun(word, overrides, model, tokenizer,
+                      f"{model.num_parameters():,} parameters; {_rows(tokenizer)}")
+
+
+def _padded(vocab_size: int) -> int:
+    return -(-vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+
+
+def _rows(tokenizer: TokenizerOfRun) -> str:
+    return f"{_padded(tokenizer.vocab_size):,} rows for the {tokenizer.vocab_size:,} tokens of the tokenizer"
 
 
 def _size_of(word: str) -> int | None:

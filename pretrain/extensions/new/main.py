@@ -94,7 +94,7 @@ def _parser() -> Parser:
                         help="train, bytes, a SentencePiece .model, tokenizer.json, a folder with one, or a repository "
                              "(default: train, or that of the token files)")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24),
-                        help="tokens of a tokenizer to train (default: 32,000, or fewer for little text)")
+                        help="tokens of a tokenizer to train (default: 32,000; fewer for little text or a small model)")
     parser.add_argument("--model", type=path_text,
                         help="preset name, transformers config.json, or a number of parameters such as 1.3B: a Llama")
     parser.add_argument("--gpu", type=text, help="a100, h100, v100, ... as in `ds-pretrain compare`, or cpu (default: "
@@ -122,8 +122,9 @@ def _new_run(flags: argparse.Namespace) -> NewRun:
                   lambda word: data_of(_words(word), flags.jsonl_key, str(prepared / "tokens")),
                   "data: files, a folder or a glob of .jsonl, .txt or Parquet, or the prefix of token files")
     tokenizer = _tokenizer(flags, data, str(prepared / "tokenizer"))
-    model = answer("model", flags.model, lambda word: model_of(word, tokenizer.vocab_size),
+    model = answer("model", flags.model, lambda word: model_of(word, tokenizer),
                    "model: a preset, a config.json, or a number of parameters such as 1.3B (a Llama)")
+    tokenizer = model.tokenizer
     cluster = machines_of(flags)
     available = data.tokens(tokenizer.value)
     tokens = default = _default_tokens(model, available, DEFAULT_SPLIT)[0]

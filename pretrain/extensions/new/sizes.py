@@ -1,6 +1,8 @@
 """Choose the shape of a Llama, the batch size and the peak learning rate by the number of parameters."""
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pretrain.errors import ConfigError
@@ -8,43 +10,69 @@ from pretrain.model.config import load_model_config
 from pretrain.model.description import ModelConfig
 
 FEWEST_STEPS = 1000  # a shorter run gets a smaller batch: its schedule would otherwise have too few steps (assumption)
-LLAMA = "llama2-7b"  # preset whose proportions the shapes have: heads of 128, and an MLP 2.7 times as wide
-_HEADS = (1, *range(2, 16, 2), *range(16, 257, 8))  # multiples of 8 divide among the GPUs of a node
-# Layers for each head of 128: 0.9 to 1.5 in Llama 2 and GPT-3 from 1.3B on, 2 to 3 in GPT-3's small models.
-_LAYERS_PER_HEAD = 1.4
-_MOST_LAYERS = 1000
-_LARGEST_ERROR = 0.25  # of the number of parameters
+LLAMA = "llama2-7b"  # preset whose proportions the shapes have, such as an MLP 2.7 times as wide
+# (hidden size up to which heads have this size, size of a head, heads): numbers of heads that divide among ranks
+_HEADS = ((512, 32, (2, 3, 4, 5, *range(6, 17, 2))), (2048, 64, (*range(2, 16, 2), *range(16, 33, 4))),
+          (32768, 128, (20, *range(24, 257, 8))))
+_LARGE = 1e9  # parameters. Below, rows of the vocabulary count once, as in the small models of Llama 3.2 and Qwen 3
+# Layers for each 128 of the hidden size: 0.9 to 1.5 in Llama 2 and GPT-3 from 1.3B on, 2 to 3 in GPT-3's small models.
+_DEPTH, _DEPTH_OF_SMALL = 1.4, 2.0
+_FEWEST_LAYERS, _MOST_LAYERS = 4, 1000
+_LARGEST_ERROR = 0.05  # of the number of parameters
+_LARGEST_VOCABULARY = 1 / 3  # of the parameters, if the vocabulary can be chosen
+VOCABULARIES = (32000, 24000, 16000, 12000, 8000, 6000, 4000, 3000, 2000, 1500, 1000, 700, 500, 300)
 
 
 def llama_shape(num_parameters: int, vocab_size: int, where: str) -> tuple[str, ModelConfig]:
-    """Return the overrides of the preset LLAMA that give this number of parameters, and the model.
+    """Return the overrides of the preset LLAMA that give this number of parameters within 5%, and the model.
 
-    Raises ConfigError, which names `where`, if no shape is near.
+    Raises ConfigError, which names `where`, if there is none.
     """
-    shapes = [_with_layers(heads, num_parameters, vocab_size) for heads in _HEADS]
+    shapes = [_with_layers(size * heads, heads, num_parameters, vocab_size)
+              for widest, size, numbers in _HEADS for heads in numbers if size * heads <= widest]
     near = [(overrides, model) for overrides, model in shapes
             if abs(model.num_parameters() / num_parameters - 1) <= _LARGEST_ERROR]
     if not near:
         problem = f"there is no Llama of {num_parameters:,} parameters with a vocabulary of {vocab_size:,}"
-        if num_parameters < shapes[0][1].num_parameters():
-            problem += f"; the smallest one has {shapes[0][1].num_parameters():,}"
+        if num_parameters < (smallest := shapes[0][1].num_parameters()):
+            problem += f"; the smallest one has {smallest:,}"
         raise ConfigError(where, problem=problem, remedy="give another size, a tokenizer with another number of "
                                                          "tokens, or a config.json")
-    return min(near, key=lambda shape: abs(math.log(shape[1].num_layers / shape[1].num_heads / _LAYERS_PER_HEAD)))
+    depth = _DEPTH_OF_SMALL if num_parameters < _LARGE else _DEPTH
+    return min(near, key=lambda shape: abs(math.log(shape[1].num_layers / shape[1].hidden_size * 128 / depth)))
 
 
-def _with_layers(heads: int, num_parameters: int, vocab_size: int) -> tuple[str, ModelConfig]:
-    """Return overrides and model with this number of heads, and the layers that come nearest to the size."""
+def vocabulary_for(num_parameters: int, most: int, padded: Callable[[int], int]) -> int:
+    """Return the largest vocabulary, of at most `most` tokens, that leaves two thirds of a Llama to its layers.
+
+    padded: (tokens) -> rows of the model.
+    """
+    for size in (most, *(each for each in VOCABULARIES if each < most)):
+        try:
+            model = llama_shape(num_parameters, padded(size), "")[1]
+        except ConfigError:
+            continue
+        matrices = 1 if model.tie_word_embeddings else 2
+        if matrices * model.vocab_size * model.hidden_size <= _LARGEST_VOCABULARY * model.num_parameters():
+            return size
+    return most
+
+
+def _with_layers(width: int, heads: int, num_parameters: int, vocab_size: int) -> tuple[str, ModelConfig]:
+    """Return overrides and model of this width, with the number of layers that comes nearest to the size."""
     base = load_model_config(LLAMA)
-    sizes = {"vocab_size": vocab_size, "hidden_size": base.head_size * heads, "num_attention_heads": heads,
-             "num_key_value_heads": heads, "intermediate_size": base.intermediate_size * heads // base.num_heads}
+    sizes = {"vocab_size": vocab_size, "hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": heads,
+             "intermediate_size": base.intermediate_size * width // base.hidden_size // 32 * 32}
+    if num_parameters < _LARGE:
+        sizes["tie_word_embeddings"] = True
 
     def model(layers: int) -> tuple[str, ModelConfig]:
-        overrides = ",".join(f"{key}={size}" for key, size in {**sizes, "num_hidden_layers": layers}.items())
+        values = {**sizes, "num_hidden_layers": layers}
+        overrides = ",".join(f"{key}={json.dumps(value)}" for key, value in values.items())
         return overrides, load_model_config(LLAMA, overrides)
 
     one, two = model(1)[1].num_parameters(), model(2)[1].num_parameters()
-    return model(min(_MOST_LAYERS, max(1, round((num_parameters - one) / (two - one)) + 1)))
+    return model(min(_MOST_LAYERS, max(_FEWEST_LAYERS, round((num_parameters - one) / (two - one)) + 1)))
 
 
 @dataclass(frozen=True)

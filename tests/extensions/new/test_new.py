@@ -20,9 +20,10 @@ from pretrain.commands.prepare import prepare_main
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.parse import read_yaml
 from pretrain.data.prepare.prepare import prepare
+from pretrain.data.token_schedules import parse_token_count
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.extensions.new.answers import data_of
+from pretrain.extensions.new.answers import TokenizerOfRun, data_of, model_of
 from pretrain.extensions.new.layout import best_layout
 from pretrain.extensions.new.main import main
 from pretrain.extensions.new.sizes import llama_shape
@@ -116,6 +117,31 @@ def test_validation_data_of_unequal_documents_is_enough(order: str, texts: Path,
     assert values().get("split") == (None if order == "longest last" else "100,0,0")
 
 
+@pytest.mark.parametrize("size", ["0.5M", "1M", "2M", "5M", "10M", "30M", "70M", "125M", "350M", "760M", "1B", "2B",
+                                  "6.7B", "65B", "175B"])
+def test_shapes_have_the_size_that_was_asked_for(size: str) -> None:
+    """Within 5%, with at least 4 layers and 2 heads; of small ones, the rows of the vocabulary are at most a third."""
+    number = parse_token_count(size)
+    model = model_of(size, TokenizerOfRun("trained", 32000, to_train=True, can_be_smaller=True)).config
+    assert model.num_parameters() == pytest.approx(number, rel=0.05)
+    assert model.num_layers >= 4
+    assert model.num_heads >= 2
+    layers_of_128 = model.num_layers / (model.hidden_size / 128)  # 0.9 to 3 in published models; tiny ones have more
+    assert 0.7 < layers_of_128 < (32 if number < 2e6 else 10 if number < 20e6 else 3.5) + 1e-9
+    assert model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2) <= number * 1.05 / 3
+
+
+def test_a_vocabulary_that_was_asked_for_remains(texts: Path) -> None:
+    """A tokenizer that exists, or --vocab_size, is not made smaller; a model too small for it is rejected."""
+    for tokenizer in (TokenizerOfRun("file", 32000), TokenizerOfRun("trained", 32000, to_train=True)):
+        with pytest.raises(ConfigError, match="there is no Llama of 1,000,000 parameters with a vocabulary of 32,000; "
+                                              "the smallest one has 2,"):
+            model_of("1M", tokenizer)
+        model = model_of("5M", tokenizer)
+        assert model.tokenizer == tokenizer
+        assert model.config.num_layers >= 4
+
+
 def test_a_model_that_does_not_fit_names_the_smallest_number_of_gpus(texts: Path,
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data", str(texts / "own.jsonl"), "--tokenizer", "bytes", "--model", "13B", "--gpu", "v100-16"]
@@ -148,15 +174,6 @@ def test_no_number_of_gpus_is_enough(texts: Path) -> None:
     with pytest.raises(ConfigError, match="Give larger GPUs, or a smaller model"):
         best_layout(model, make_cluster(gpu="0.0001", world_size=1, nodes=None, gpus_per_node=None), seq_length=128,
                     batch_tokens=128)
-
-
-@pytest.mark.parametrize(("size", "vocab_size"),
-                         [(1e6, 2048), (20e6, 2048), (125e6, 32000), (1.3e9, 32000), (7e9, 32000), (70e9, 128256)])
-def test_a_size_gives_a_llama_of_that_size(size: float, vocab_size: int) -> None:
-    overrides, model = llama_shape(int(size), vocab_size, "--model")
-    assert abs(model.num_parameters() / size - 1) < 0.15
-    assert 0.6 < model.num_layers / model.num_heads < 4
-    assert load_model_config("llama2-7b", overrides) == model
 
 
 def test_flags_that_are_missing_or_contradict(texts: Path, monkeypatch: pytest.MonkeyPatch,
