@@ -192,6 +192,9 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
         for command in advice_on("finished"):
             for line in next_line(command.format(run=shlex.quote(plan.args.save))):
                 screen.line(line)
+        for command in commands_for_the_model(plan):
+            for line in next_line(command):
+                screen.line(line.replace("next:", "also:", 1))
     elif not is_saved:
         screen.line(f"ended by {stopped_by} after step {step}")
     elif is_done:
@@ -203,6 +206,15 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
         screen.line(f"stopped by {stopped_by}: saved global_step{step}; {remedy}the same command continues")
     else:
         screen.line(f"stopped by --exit_step: saved global_step{step} of {plan.train_steps} steps in {plan.args.save}")
+
+
+def commands_for_the_model(plan: Plan) -> list[str]:
+    """Return commands for the model of a run that has finished. A word in capitals is for the user to replace."""
+    run, tokenizer = shlex.quote(plan.args.save), plan.args.tokenizer
+    evaluated = next((name for name in ("test", "valid") if name in plan.datasets), "")
+    return [*([f"ds-pretrain generate {run} --prompt TEXT"] if tokenizer else []),
+            *([f"ds-pretrain evaluate {run} --split {evaluated}"] if evaluated else []),
+            f"ds-pretrain export {run} --output FOLDER"]
 
 
 class BatchRamp(Callback):

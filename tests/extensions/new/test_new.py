@@ -259,14 +259,20 @@ def test_five_commands_from_own_text_to_a_finished_run(texts: Path, empty_folder
               "--world_size 2 --seq_length 128 --steps 4"
     environ = {**environment(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
                "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    used = []
+    used, also = [], []
     while command:
         used.append(command)
         done = subprocess.run(shlex.split(command), cwd=empty_folder, env=environ, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         command = next((line.removeprefix("next: ") for line in done.stdout.splitlines()
                         if line.startswith("next: ")), "")
+        also += [line.removeprefix("also: ") for line in done.stdout.splitlines() if line.startswith("also: ")]
     assert [line.split()[1] for line in used] == ["new", "prepare", "check", "--num_accelerators", *AT_THE_END]
+    assert [line.split()[1] for line in also] == ["generate", "evaluate", "export"]
+    for line in also:
+        words = shlex.split(line.replace("TEXT", "'def '").replace("FOLDER", "exported"))
+        done = subprocess.run(words, cwd=empty_folder, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in (empty_folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert max(row["step"] for row in rows) == 4
     listed = [line.removeprefix(next_command.LISTED) for line in (empty_folder / "run.yaml").read_text().splitlines()
