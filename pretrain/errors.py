@@ -16,6 +16,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\
 FINISHED = 0
 CRASHED = 1  # any failure that has no code of its own
 REJECTED = 2
+NOTHING_FITS = 3
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h
 GUARD = 76
 HANG = 77
@@ -26,6 +27,7 @@ EXIT_CODES = {
              "of a parameter that differ, a device that computes wrongly, a run folder that another start took over, "
              "or a crash; the log says which",
     REJECTED: "bad input: the run was rejected, and another start would end in the same way",
+    NOTHING_FITS: "`ds-pretrain compare`: no layout fits these machines and runs",
     STOPPED: "the run has saved and stopped on request: a signal, `RUN/STOP` or a time limit; start it again",
     GUARD: "stopped by the guard against bad steps, or a last checkpoint with NaN; another start would not help",
     HANG: "a rank made no progress within its time-out; the supervisor and the SLURM script start the run again",

@@ -27,7 +27,10 @@ _PEAK_TFLOPS = {
     "H100": (989.0, 494.5, 67.0), "GB200": (2500.0, 1250.0, 80.0), "B200": (2250.0, 1100.0, 75.0),
     "A100": (312.0, 156.0, 19.5), "A800": (312.0, 156.0, 19.5), "L40S": (362.0, 183.0, 91.6),
     "L40": (181.0, 90.5, 90.5), "L4": (121.0, 60.0, 30.3), "A10G": (70.0, 35.0, 35.0), "A10": (125.0, 62.5, 31.2),
-    "V100": (125.0, 15.7, 15.7), "T4": (65.0, 8.1, 8.1),
+    "V100": (125.0, 15.7, 15.7), "T4": (65.0, 8.1, 8.1), "GB300": (2500.0, 1250.0, 80.0),
+    "B300": (2250.0, 1125.0, 75.0), "H20": (148.0, 74.0, 44.0), "RTX A6000": (154.8, 77.4, 38.7),
+    "RTX 6000 Ada": (364.2, 182.1, 91.1), "RTX 3090 Ti": (80.0, 40.0, 40.0), "RTX 3090": (71.2, 35.6, 35.6),
+    "RTX 4090 D": (147.1, 73.5, 73.5), "RTX 4090": (165.2, 82.6, 82.6), "RTX 5090": (209.5, 104.8, 104.8),
 }
 
 
@@ -275,8 +278,11 @@ def _torch_built_for(platform: str) -> str:
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """Return the peak TFLOP/s of a GPU in bf16, fp16, tf32 or fp32, the denominator of MFU; None if it is not known.
 
-    A name matches as a complete word, or after a G: a GH200 is an H200, but an RTX A1000 is not an A100.
+    A name matches as a complete word, or after a G: a GH200 is an H200, but an RTX A1000 is not an A100. GPUs of
+    laptops are slower than their namesakes.
     """
+    if "Laptop" in device_name:
+        return None
     for name, (half, tf32, single) in _PEAK_TFLOPS.items():
         if re.search(rf"\bG?{name}\b", device_name):
             return {"fp32": single, "tf32": tf32}.get(precision, half)

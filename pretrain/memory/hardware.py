@@ -66,13 +66,23 @@ def _gpu(name: str, gib: float, label: str, hbm: float, peer: float, pcie: float
 # of attention: 0.50 to 0.73 on A100 (FlashAttention-2, arXiv 2307.08691), 0.35 on H100 (FlashAttention-3, arXiv
 # 2407.08608). The values of all other GPUs are assumptions, by the similarity of the chips.
 GPUS = {gpu.name: gpu for gpu in (
+    _gpu("gb300", 277.0, "GB300", 8000, 900, 225, 100, 240, 3840, 6.0, 160, 0.80, 0.35),
+    _gpu("b300", 268.0, "B300", 7700, 900, 63, 100, 256, 3840, 6.0, 160, 0.80, 0.35),
+    _gpu("gb200", 185.0, "GB200", 8000, 900, 225, 50, 240, 3840, 6.0, 148, 0.80, 0.35),
     _gpu("b200", 178.3, "B200", 7700, 900, 63, 50, 256, 3840, 6.0, 148, 0.80, 0.35),
     _gpu("h200", 139.8, "H200", 4800, 450, 63, 50, 256, 3840, 6.0, 132, 0.80, 0.35),
     _gpu("h100", 79.1, "H100", 3350, 450, 63, 50, 256, 3840, 6.0, 132, 0.80, 0.35),
     _gpu("h100-pcie", 79.1, "H100 PCIe", 2000, 63, 63, 25, 128, 1920, 3.0, 114, 0.75, 0.35),
+    _gpu("h20", 95.6, "H20", 4000, 450, 63, 50, 256, 3840, 6.0, 78, 0.90, 0.60),
     _gpu("a100", 79.1, "A100", 2039, 300, 31, 25, 256, 3840, 3.0, 108, 0.87, 0.60),
     _gpu("a100-40", 39.4, "A100", 1555, 300, 31, 25, 128, 1920, 3.0, 108, 0.87, 0.60),
     _gpu("l40s", 44.4, "L40S", 864, 31, 31, 12.5, 96, 960, 1.5, 142, 0.75, 0.50),
+    _gpu("rtx6000-ada", 47.5, "RTX 6000 Ada", 960, 31, 31, 12.5, 96, 960, 1.5, 142, 0.75, 0.50),
+    _gpu("a6000", 47.5, "RTX A6000", 768, 31, 31, 12.5, 64, 960, 1.5, 84, 0.85, 0.50),
+    _gpu("rtx5090", 31.4, "RTX 5090", 1792, 63, 63, 1.2, 32, 960, 1.5, 170, 0.85, 0.50),
+    _gpu("rtx4090", 23.6, "RTX 4090", 1008, 31, 31, 1.2, 32, 960, 1.5, 128, 0.85, 0.50),
+    _gpu("rtx3090", 23.7, "RTX 3090", 936, 31, 31, 1.2, 32, 960, 1.5, 82, 0.85, 0.50),
+    _gpu("a10", 22.1, "A10", 600, 31, 31, 1.5, 96, 960, 1.0, 72, 0.80, 0.50),
     _gpu("a10g", 22.1, "A10G", 600, 31, 31, 1.5, 96, 960, 1.0, 80, 0.85, 0.50),
     _gpu("l4", 22.0, "L4", 300, 31, 31, 1.5, 48, 470, 0.5, 58, 0.75, 0.50),
     _gpu("v100", 31.7, "V100", 900, 150, 15, 6.2, 64, 960, 0.8, 80, 0.80, 0.25, knows_bf16=False),
@@ -82,7 +92,10 @@ GPUS = {gpu.name: gpu for gpu in (
 # A CPU's rates, of a thread: assumptions. A calibration with measured runs scales all of them together.
 _CPU_TFLOPS, _CPU_MEMORY_RATE, _CPU_ATTENTION = 0.5, 8 * GB, 0.1
 _CPU_PEER_RATE = 1 * GB  # between processes of a host: an assumption
-_ALIASES = {"a100-80": "a100", "v100-32": "v100", "h100-80": "h100", "h100-sxm": "h100"}
+_ALIASES = {"a100-80": "a100", "v100-32": "v100", "h100-80": "h100", "h100-sxm": "h100", "rtx-a6000": "a6000",
+            "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "rtx-3090": "rtx3090", "rtx-4090": "rtx4090",
+            "rtx-5090": "rtx5090"}
+_LARGEST_GIB = 512  # of a number of GiB: above, it is rather the number in a GPU's name
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,8 @@ def find_gpu(text: str | None) -> Gpu:
     """
     if text is None:
         return _gpu_of_this_machine() or GPUS[DEFAULT_GPU]
-    name = _ALIASES.get(text.lower(), text.lower())
+    name = text.lower().replace(" ", "-")
+    name = _ALIASES.get(name, name)
     if name in GPUS:
         return GPUS[name]
     try:
@@ -135,8 +149,8 @@ def find_gpu(text: str | None) -> Gpu:
     except ValueError:
         raise ConfigError("--gpu", found=repr(text), expected=f"{', '.join(GPUS)}, or a number of GiB",
                           word=name, known=GPUS) from None
-    if not 0 < gib < 1e5:
-        raise ConfigError("--gpu", found=text, expected="a number of GiB above 0")
+    if not 0 < gib <= _LARGEST_GIB:
+        raise ConfigError("--gpu", found=text, expected=f"{', '.join(GPUS)}, or a number of GiB up to {_LARGEST_GIB}")
     return replace(GPUS[DEFAULT_GPU], name=f"{gib:g}{_OF_A_SIZE}", memory_bytes=int(gib * GIB))
 
 

@@ -15,6 +15,8 @@ from pretrain.monitor import training_row
     ("NVIDIA A10G", "bf16", 70.0), ("NVIDIA H100 NVL", "fp16", 835.0), ("NVIDIA GH200 480GB", "bf16", 989.0),
     ("NVIDIA GB200", "bf16", 2500.0), ("NVIDIA B200", "tf32", 1100.0), ("NVIDIA L4", "tf32", 60.0),
     ("NVIDIA RTX A1000", "bf16", None), ("NVIDIA T400", "fp16", None),
+    ("NVIDIA GeForce RTX 4090", "bf16", 165.2), ("NVIDIA GeForce RTX 4090 D", "bf16", 147.1),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None), ("NVIDIA B300 SXM6 AC", "bf16", 2250.0),
     ("a device that is not in the table", "bf16", None)])
 def test_peak_flops_of_a_device(name: str, precision: str, expected: float | None) -> None:
     assert peak_tflops(name, precision) == expected

@@ -5,7 +5,7 @@ import os
 import sys
 
 from pretrain.distributed.device import detect_device
-from pretrain.errors import format_number
+from pretrain.errors import FINISHED, NOTHING_FITS, format_number
 from pretrain.extensions.planner.choices import distinct_choices
 from pretrain.extensions.planner.cost import run_cost
 from pretrain.extensions.planner.estimates import time_of
@@ -42,8 +42,8 @@ from pretrain.memory.hardware import Cluster
 from pretrain.model.flops import flops_per_token
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Raises ConfigError."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line, and return the exit code. Raises ConfigError."""
     flags = parse_flags(sys.argv[1:] if argv is None else argv)
     if flags.mode == "estimate":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which some models need, would detect one and warn
@@ -59,14 +59,14 @@ def main(argv: list[str] | None = None) -> None:
             write_output(flags.json, checks_json(checks))
         if flags.json != "-":
             print_checks(checks, flags.unit or "MiB")
-        return
+        return FINISHED
     if flags.find:
         largest = find_largest(flags.find, _smallest_micro_batches(candidates), workload)
         if flags.json:
             write_output(flags.json, largest_json(largest))
         if flags.json != "-":
             print_largest(largest, _constraint_lines(flags, workload, candidates))
-        return
+        return FINISHED
     report = make_report(flags, workload, candidates)
     for path, text in ((flags.json, report_json), (flags.csv, report_csv)):
         if path:
@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         write_output(flags.plot, html(report))
     if flags.write:
         write_recommended(flags.write, report.recommended)
+    return NOTHING_FITS if workload.model is not None and report.recommended is None else FINISHED
 
 
 def _device_kind(mode: str) -> str:

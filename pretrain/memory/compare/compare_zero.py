@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.cli import Parser, path_text, text, whole_number
-from pretrain.errors import ConfigError, file_errors, format_number
+from pretrain.errors import FINISHED, NOTHING_FITS, ConfigError, file_errors, format_number
 from pretrain.memory.compare.candidates import generate_candidates
 from pretrain.memory.compare.combinations import Axes
 from pretrain.memory.compare.compare import ComparisonRow, Workload, compare, display_order, recommend
@@ -44,8 +44,8 @@ class ComparisonReport:
     lines: list[str]  # printed below the table
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Raises ConfigError."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line, and return the exit code. Raises ConfigError."""
     flags = _parser().parse_args(argv)
     if flags.write is not None:
         check_file(Path(flags.write), "--write")
@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     print_report(report, unit_of(cluster))
     if flags.write is not None:
         write_recommended(flags.write, report.recommended)
+    return NOTHING_FITS if report.recommended is None else FINISHED
 
 
 def _parser() -> Parser:

@@ -210,7 +210,8 @@ def test_flags_that_are_missing_or_contradict(texts: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("reported", "chosen"), [
     ("NVIDIA A100-SXM4-80GB, 81920", "--world_size 4 --gpu a100"),
-    ("NVIDIA RTX 6000 Ada Generation, 49140", "--world_size 4 --gpu 48"),
+    ("NVIDIA RTX 6000 Ada Generation, 49140", "--world_size 4 --gpu rtx6000-ada"),
+    ("NVIDIA RTX PRO 5000 Blackwell, 48935", "--world_size 4 --gpu 47.8"),
     ("NVIDIA GB10, [N/A]", "--gpu: the flag is missing")])
 def test_the_gpus_of_this_machine_are_the_default(reported: str, chosen: str, texts: Path, empty_folder: Path,
                                                   monkeypatch: pytest.MonkeyPatch,

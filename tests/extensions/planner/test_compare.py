@@ -214,7 +214,8 @@ PIPELINE = str(ROOT / "ds_configs/pipeline2_zero1_bf16.json")
 REJECTED = [
     ([], "--model / --num_parameters"), (["--model", "gpt2", "--num_parameters", "1e9"], "both"),
     (["--model", "gpt2"], "--world_size"), (["--model", "gtp2", "--world_size", "8"], 'Did you mean "gpt2"'),
-    (["--model", "gpt2", "--world_size", "8", "--gpu", "h1000"], "b200, h200, h100, h100-pcie, a100"),
+    (["--model", "gpt2", "--world_size", "8", "--gpu", "h1000"], "b200, h200, h100, h100-pcie"),
+    (["--model", "gpt2", "--world_size", "8", "--gpu", "4070"], "a number of GiB up to 512"),
     (["--model", "gpt2", "--world_size", "12", "--gpus_per_node", "8"], "--gpus_per_node"),
     (["--model", "gpt2", "--world_size", "0"], "whole number from 1"),
     (["--model", "gpt2", "--world_size", "8", "--zero_stage", "4"], "--zero_stage"),

@@ -76,3 +76,8 @@ def test_changes_that_fit_begin_with_the_fewest() -> None:
     (["--model", "gpt2", "--world_size", "8", "--gpu", "0.01", "--write", "x.json"], "no layout that fits")])
 def test_wrong_flags_are_rejected_in_one_line(arguments: list[str], message: str) -> None:
     assert message in rejection(main, arguments)
+
+
+@pytest.mark.parametrize(("gpu", "code"), [("4090", 3), ("RTX 5090", 3), ("h100", 0), ("gb300", 0)])
+def test_the_exit_code_says_whether_a_layout_fits(gpu: str, code: int) -> None:
+    assert main(["--model", "gpt3-13b", "--world_size", "2", "--gpu", gpu]) == code
