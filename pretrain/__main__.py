@@ -21,7 +21,7 @@ from pretrain import __version__
 from pretrain.cli import run_main
 from pretrain.commands import COMMANDS
 from pretrain.errors import ConfigError, shorten
-from pretrain.old_names import MOVED_COMMANDS
+from pretrain.old_names import NO_COMMANDS
 
 _USAGE = """usage: ds-pretrain [train] [flags of the launcher] [flags of the run]
        ds-pretrain SUBCOMMAND [flags] (its --help lists the flags)
@@ -47,9 +47,7 @@ def main() -> int:
     if first in COMMANDS:
         words = words[1:]
     elif first and not first.startswith("-") and not first.endswith(".py"):
-        raise ConfigError("ds-pretrain", problem=f"there is no subcommand {shorten(first)!r}",
-                          remedy=MOVED_COMMANDS.get(first, "ds-pretrain --help lists them"),
-                          word="" if first in MOVED_COMMANDS else first, known=COMMANDS)
+        raise _no_subcommand(first)
     name = first if first in COMMANDS else "train"
     try:
         os.getcwd()
@@ -74,6 +72,18 @@ def main() -> int:
 
         check_requirements()  # a package that is too old is the likely reason
         raise
+
+
+def _no_subcommand(word: str) -> ConfigError:
+    known = next((name for name, command in COMMANDS.items() if word.lower() in command.other_words.split()), "")
+    if word.endswith((".yaml", ".yml")):
+        remedy = f"give the settings of a run by a flag: --config {word}"
+    elif known:
+        remedy = f"ds-pretrain {known}: {COMMANDS[known].help}"
+    else:
+        remedy = NO_COMMANDS.get(word, "ds-pretrain --help lists them")
+    return ConfigError("ds-pretrain", problem=f"there is no subcommand {shorten(word)!r}", remedy=remedy,
+                       word="" if known or word in NO_COMMANDS else word, known=COMMANDS)
 
 
 def _without_extension(words: list[str]) -> list[str]:

@@ -53,6 +53,7 @@ class Command:
     is_extensible: bool = False  # see Extension.extends
     # takes the place of the core's subcommand of this name, and does what that does, too; not with --extension
     replaces: bool = False
+    other_words: str = ""  # separated by spaces, that people type for it: the error names the subcommand
 
     def load(self) -> Callable[[], Any]:
         """Import the module, and return the function."""

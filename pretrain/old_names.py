@@ -7,9 +7,12 @@ OLD_NAMES: Mapping[str, str] = {
     "accept_loss_of": "accept_without",
     "exit_at_step": "exit_step",
 }
-# former subcommand of `ds-pretrain` -> remedy
-MOVED_COMMANDS: Mapping[str, str] = {
+# word that is no subcommand of `ds-pretrain` -> remedy
+NO_COMMANDS: Mapping[str, str] = {
     "bench": "it is a script of the source code now, bench.py in the folder tools",
+    "resume": "the command that started the run resumes it: ds-pretrain --config RUN.yaml",
+    "finetune": "--init_from MODEL begins a run with existing weights",
+    "serve": "`ds-pretrain export` writes a model that other programs serve",
 }
 
 

@@ -53,7 +53,7 @@ def plan_lines(plan: Plan) -> list[str]:
         "batch": batch,
         "ramp-up": batches_text(plan.length),
         "model": f"{plan.args.model or 'of the weights'}: {plan.model.architecture}, "
-                 f"{plan.model.parameters_text()}, {plan.model.num_layers} layers, "
+                 f"{plan.model.parameters_text()}, {counted(plan.model.num_layers, 'layer')}, "
                  f"vocabulary {plan.model.vocab_size:,}",
         "length": _length_text(plan),
         "rate": _scheduler_text(plan) if plan.schedule is None else schedule_text(plan.schedule),

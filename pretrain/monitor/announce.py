@@ -22,7 +22,7 @@ from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.engine.layer_times import layer_times_record
-from pretrain.errors import GUARD, GuardError, format_number
+from pretrain.errors import GUARD, GuardError, counted, format_number
 from pretrain.model.config import ModelConfig
 from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.environment import (
@@ -62,7 +62,7 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
     stages = plan.length.batch_sizes.stages
     batch = f"{stages[0][1]} to {stages[-1][1]}" if len(stages) > 1 else f"{stages[0][1]}"
     screen.line(f"{_parameters_text(plan.model)}; {_layout_text(plan)}; global batch "
-                f"{batch} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
+                f"{batch} x {plan.args.seq_length} tokens; {counted(plan.train_steps, 'step')}")
     if operators:
         screen.line("; ".join(f"{name}: {choice}" for name, choice in operators.items()))
     if plan.layout.layer_times:
@@ -188,7 +188,7 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
                  is_done=is_done or is_finished)
     if is_finished:
         last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-        screen.line(f"finished {step} steps in {plan.args.save}: {last}")
+        screen.line(f"finished {counted(step, 'step')} in {plan.args.save}: {last}")
         for command in advice_on("finished"):
             for line in next_line(command.format(run=shlex.quote(plan.args.save))):
                 screen.line(line)
@@ -205,7 +205,8 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
         remedy = f"after `rm {stop_file}`, " if stop_file.exists() else ""
         screen.line(f"stopped by {stopped_by}: saved global_step{step}; {remedy}the same command continues")
     else:
-        screen.line(f"stopped by --exit_step: saved global_step{step} of {plan.train_steps} steps in {plan.args.save}")
+        screen.line(f"stopped by --exit_step: saved global_step{step} of {counted(plan.train_steps, 'step')} in "
+                    f"{plan.args.save}")
 
 
 def commands_for_the_model(plan: Plan) -> list[str]:

@@ -68,6 +68,9 @@ def test_a_subcommand_on_several_ranks_is_found_in_any_place(words: list[str],
 
 @pytest.mark.parametrize(("words", "line"), [
     (["chek"], "there is no subcommand 'chek'. Did you mean \"check\"?"),
+    (["eval", "runs/x"], "there is no subcommand 'eval'. ds-pretrain evaluate: "),
+    (["resume"], "The command that started the run resumes it"), (["run.yaml"], "--config run.yaml"),
+    (["check", "run.yaml"], "--config run.yaml"),
     (["config", "zero3_bf1"], "there is no layout 'zero3_bf1'. Did you mean \"zero3_bf16\"?"),
     (["template", "slrum"], "there is no template 'slrum'. Did you mean \"slurm\"?"),
     (["train", "--train_stps", "3"], "--train_stps: there is no such flag. Did you mean \"--train_steps\"?"),

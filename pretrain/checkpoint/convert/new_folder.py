@@ -17,7 +17,7 @@ from typing import NoReturn
 from pretrain.checkpoint.format.hashed_files import FileRecord, sha256_of, write_atomically
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.checkpoint.format.run_checkpoints import step_of
-from pretrain.errors import ConfigError, file_errors, one_line
+from pretrain.errors import ConfigError, counted, file_errors, one_line
 from pretrain.paths import check_folder, free_bytes, fsync, lock, status_of
 from pretrain.stored_json import build, read_object
 
@@ -170,4 +170,4 @@ def _is_same_conversion(out: Path, source: dict[str, str]) -> bool:
 def output_summary(out: Path) -> str:
     """Describe an output folder in one line: its path, number of files and size."""
     sizes = [path.stat().st_size for path in out.rglob("*") if path.is_file()]
-    return f"{one_line(str(out))}: {len(sizes)} files, {sum(sizes) / 1e6:,.1f} MB"
+    return f"{one_line(str(out))}: {counted(len(sizes), 'file')}, {sum(sizes) / 1e6:,.1f} MB"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from pretrain.config.layout import Layout
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.memory.compare.candidates import Candidate
 from pretrain.memory.compare.compare import Workload, memory_shortage
 from pretrain.memory.estimate.estimate_memory import estimate_memory
@@ -50,7 +50,7 @@ def _largest(kind: str, candidate: Candidate, workload: Workload) -> LargestFit:
     model, _, size = _at_step(kind, max(best, 1), candidate.layout, workload)
     detail = [] if reached_end else [shortage(best + 1)]
     if kind == "max_model" and model is not None and best:
-        detail.insert(0, f"{model.num_layers} layers, width {model.hidden_size}")
+        detail.insert(0, f"{counted(model.num_layers, 'layer')}, width {model.hidden_size}")
     return LargestFit(candidate, kind, size if best else 0, "; then ".join(detail), reached_end)
 
 

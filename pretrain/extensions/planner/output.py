@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.config.layout import LAYOUT_FIELDS
+from pretrain.errors import counted
 from pretrain.extensions.planner.choices import Choice
 from pretrain.extensions.planner.cost import Cost
 from pretrain.extensions.planner.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
@@ -100,7 +101,8 @@ def _counts(report: PlannerReport) -> str:
               "compared with the first"
     if len(report.choices) == len(report.rows):
         return f"{columns}. --all shows a table with more columns"
-    return f"{columns}. {len(report.choices)} distinct choices of {len(report.rows)} layouts, of which {fit} fit: " \
+    shown = f"{counted(len(report.choices), 'distinct choice')} of {counted(len(report.rows), 'layout')}"
+    return f"{columns}. {shown}, of which {fit} fit: " \
            "--all (a table with more columns), --csv and --json have the others"
 
 

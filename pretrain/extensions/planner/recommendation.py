@@ -37,7 +37,8 @@ def _reason(rows: list[ComparisonRow], best: ComparisonRow) -> str:
     accepted = [row for row in rows if row.recommendable and time_of(row)]
     fastest = min(accepted, key=lambda row: row.step_seconds)
     if fastest is best:
-        return f"it is predicted to be the fastest of {len(accepted)} layouts that fit"
+        return f"it is predicted to be the fastest of {len(accepted)} layouts that fit" if len(accepted) > 1 else \
+            "no other layout fits"
     return "it is the simplest of the layouts whose predicted times are equal within the error of the prediction; " \
            f"the shortest time is predicted for {fastest.candidate.name}: {format_number(fastest.step_seconds)} s"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from pretrain.cli import Parser, path
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import PROGRAM
-from pretrain.errors import one_line
+from pretrain.errors import counted, one_line
 from pretrain.shipped import find_template
 
 
@@ -34,7 +34,7 @@ def main() -> int:
     try:
         _make_data(run)
         settings = _write_settings(run, layout)
-        _say(f"training on {device}: {ranks} ranks, {layout}")
+        _say(f"training on {device}: {counted(ranks, 'rank')}, {layout}")
         _run("--num_accelerators", str(ranks), "--config", str(settings), "--deepspeed_config", layout)
         _say("result")
         _run("summary", str(run), "--below_unigram_entropy")

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, counted
 from pretrain.model.config import model_config_from
 from pretrain.model.description import ModelConfig
 from pretrain.model.recompute import PARTS
@@ -37,7 +37,7 @@ class MeasuredRun:
     def describe(self) -> str:
         """Describe the run in one line."""
         layout = self.layout
-        ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+        ranks = counted(layout.world_size, "rank")
         stages = f", {layout.pipeline_stages} pipeline stages" if layout.pipeline_stages > 1 else ""
         return f"{self.path}: {self.gpu_name or 'CPU ' + str(self.host.get('cpu', ''))}, {ranks}, " \
                f"{layout.precision}, ZeRO-{layout.zero_stage}{stages}, {layout.micro_batch_size} x " \
