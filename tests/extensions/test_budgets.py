@@ -21,6 +21,7 @@ MOST_LINES = {
     "hub_datasets": 360,
     "inspect": 390,
     "ladder": 2180,
+    "megatron_order": 310,
     "merge_split": 460,
     "near_duplicates": 340,
     "new": 620,
