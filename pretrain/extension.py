@@ -199,6 +199,8 @@ class Extension:
     token_files: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
     # scheme, or "*" -> (url, commits, is_left_out) -> the files that a URL names: see data/text_inputs/stored_file.py
     text_inputs: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
+    # value of --sample_order -> () -> another order than the default one, a SampleOrder (data/samples/dataset.py)
+    sample_orders: "Mapping[str, str | Callable[[], Any]]" = field(default_factory=dict)
     # flag of `prepare` and `tokenizer`, which `extends` adds -> (flags) -> what it names in place of inputs, a
     # NamedDataset of data/text_inputs/dataset.py; None: nothing
     datasets: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)

@@ -42,8 +42,6 @@ COMMANDS = {
     "reference": Command(_FILES, "print all flags, JSON keys, metrics, events or exit codes",
                          f"{_HERE}.reference"),
     "extensions": Command(_FILES, "list the extensions: flags, commands, origin", f"{_HERE}.extensions"),
-    "completion": Command(_FILES, "print a script that completes command lines in bash or zsh",
-                          f"{_HERE}.completion"),
 }
 _OF_THE_CORE = dict(COMMANDS)
 

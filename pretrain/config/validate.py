@@ -19,8 +19,6 @@ from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.run_rules import check_each, check_rules
 from pretrain.data.data_spec import names_of_split, planned_samples
 from pretrain.data.run_data import RunData, open_run_data
-from pretrain.data.samples.blend import BlendedSamples
-from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.own import OwnSamples
 from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements, untested_version
@@ -91,15 +89,13 @@ def _check_evaluations(args: RunArguments, data: RunData) -> None:
 
 
 def _check_order(plan: Plan, data: RunData) -> None:
-    """Raise ConfigError if the run reads more samples than the order of Megatron-LM or GPT-NeoX has."""
-    dataset, args = data.datasets["train"], plan.args
+    """Raise ConfigError if the run reads more samples than its order has."""
+    args, order = plan.args, plan.data.order
     last = args.first_sample + plan.length.samples
-    length = dataset.order_length if isinstance(dataset, (MegatronSamples, BlendedSamples)) else None
-    if length is None or last <= length:
+    length: int | None = getattr(data.datasets["train"], "order_length", None)  # a FiniteSamples
+    if order is None or length is None or last <= length:
         return
-    if plan.data.weights is None and len(plan.data.train) > 1 and args.sample_order == "megatron":
-        raise ConfigError("--train_data", found=f"a blend of {length} samples", expected=f"the {last} that this run "
-                          "reads", remedy="give weights: without them, Megatron-LM reads each source once at most")
+    order.check_length(plan.data, length, last)
     raise ConfigError("--order_samples", found=f"{args.order_samples}: an order of {length} samples",
                       expected=f"an order of the {last} samples that this run reads", remedy="give fewer "
                       "--train_steps; an order for more samples has other samples from the first one on")

@@ -13,16 +13,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pretrain.active_extensions import reader_of
+from pretrain.active_extensions import extensions, reader_of
 from pretrain.cli import path
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.errors import ConfigError, printable, shorten
 from pretrain.hub import CONNECT_TO, allowed_by_user
 from pretrain.remote import is_url, without_credentials
 
-SAMPLE_ORDERS = ("shuffled", "megatron", "neox")
+if TYPE_CHECKING:
+    from pretrain.data.samples.dataset import SampleOrder
+
+SHUFFLED = "shuffled"
 PACKINGS = ("none", "best_fit")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _LARGEST_WEIGHT = 1e12
@@ -58,6 +61,17 @@ class DataSpec:
     module_args: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """of the extensions that read data at URLs, by their names"""
+
+    @property
+    def order(self) -> "SampleOrder | None":
+        """The order that an extension brings; None: the default one. Raises ConfigError for another value."""
+        known = {name: (each, value) for each in extensions() for name, value in each.sample_orders.items()}
+        if self.sample_order == SHUFFLED:
+            return None
+        _check_choice("--sample_order", self.sample_order, (SHUFFLED, *known))
+        extension, value = known[self.sample_order]
+        order: SampleOrder = extension.load(value)()
+        return order
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -127,22 +141,27 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
     valid, test = (_parse_named(group, split_words(value)) for group, value in
                    (("valid", valid_data), ("test", test_data)))
     parse_split(split)
-    for flag, value, choices in (("--sample_order", sample_order, SAMPLE_ORDERS), ("--packing", packing, PACKINGS)):
-        if value not in choices:
-            raise ConfigError(flag, found=value, expected=", ".join(choices), word=value, known=choices)
+    _check_choice("--packing", packing, PACKINGS)
     phases = _parse_schedule(split_words(blend_schedule), len(prefixes))
-    if sample_order != "shuffled" and phases:
+    spec = DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases, settings=settings or {})
+    order = spec.order
+    if order is not None and phases:
         raise ConfigError("--blend_schedule", problem=f"--sample_order {sample_order} has no schedule of weights",
                           remedy="use --sample_order shuffled, or leave the schedule out")
-    if sample_order == "neox" and len(prefixes) > 1:
-        _check_undivided(split, valid, test)
-    if sample_order != "shuffled" and packing != "none":
+    if order is not None:
+        order.check(spec)
+    if order is not None and packing != "none":
         raise ConfigError(f"--packing {packing}", problem=f"--sample_order {sample_order} has no packing",
                           remedy="use --sample_order shuffled, or --packing none")
     if phases and phases[0].from_tokens == 0 and weights is not None:
         raise ConfigError("--blend_schedule", problem="it has weights from token 0 on, and --train_data has weights "
                           "too", remedy="leave the weights of --train_data out, or begin the schedule later")
-    return DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases, settings=settings or {})
+    return spec
+
+
+def _check_choice(flag: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(flag, found=value, expected=", ".join(choices), word=value, known=choices)
 
 
 def _parse_module(value: str) -> str:
@@ -165,15 +184,6 @@ def _parse_module_args(value: str | None) -> dict[str, Any]:
         raise ConfigError("--dataset_args", found=f"the argument {min(taken)}", expected="other names: the function "
                           "gets split and seq_length from the run")
     return arguments
-
-
-def _check_undivided(split: str, valid: Sequence[Any], test: Sequence[Any]) -> None:
-    """Raise ConfigError if --split takes documents of a blend of GPT-NeoX, which does not divide its blends."""
-    _, for_valid, for_test = parse_split(split)
-    if (for_valid and not valid) or (for_test and not test):
-        raise ConfigError("--sample_order neox", problem="GPT-NeoX does not divide the sources of a blend, and "
-                          f"--split {split} takes documents for validation or test", remedy="give --split 1,0,0, and "
-                          "--valid_data for evaluations")
 
 
 def planned_samples(*, train_steps: int, eval_interval: int, eval_steps: int, global_batch_size: int,
@@ -344,17 +354,11 @@ def parse_split(split: str) -> tuple[float, float, float]:
 def split_documents(num_documents: int, fractions: Sequence[float]) -> list[tuple[int, int]]:
     """Return [first, last) documents of each part, such as train, valid and test: consecutive.
 
-    The numbers are rounded as in Megatron-LM and GPT-NeoX.
+    Each number is rounded, as GPT-NeoX does.
     """
     bounds = [0]
     for fraction in fractions:
         bounds.append(bounds[-1] + round(fraction * num_documents))
     surplus = bounds[-1] - num_documents
     bounds = [0] + [max(bound - surplus, 0) for bound in bounds[1:]]
-    return list(itertools.pairwise(bounds))
-
-
-def split_as_megatron_core(num_sequences: int, fractions: tuple[float, float, float]) -> list[tuple[int, int]]:
-    """Return [first, last) sequences of train, valid and test as current Megatron-LM does: it rounds each bound."""
-    bounds = [round(bound * num_sequences) for bound in itertools.accumulate(fractions, initial=0.0)]
     return list(itertools.pairwise(bounds))

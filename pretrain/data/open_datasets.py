@@ -1,16 +1,13 @@
 """Open the datasets of a run."""
 
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pretrain.daemon_threads import map_in_threads
-from pretrain.data.data_spec import DataSpec, parse_split, split_as_megatron_core, split_documents
+from pretrain.data.data_spec import DataSpec, parse_split, split_documents
 from pretrain.data.samples.blend import BlendedSamples
-from pretrain.data.samples.dataset import SampleDataset
-from pretrain.data.samples.megatron import MegatronSamples
-from pretrain.data.samples.megatron_blend import GreedyQuotas, normalized_weights, samples_of_sources
+from pretrain.data.samples.dataset import SampleDataset, SequenceRange
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
@@ -31,6 +28,10 @@ class _Part:
     sequences: tuple[int, int] = (0, 0)
 
     @property
+    def sequence_range(self) -> SequenceRange:
+        return self.source, *self.sequences
+
+    @property
     def num_tokens(self) -> int:
         return self.last_token - self.first_token
 
@@ -43,7 +44,7 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
     source of `train`. A split with its own pairs gets no documents of `train`. Raises ConfigError for a missing or
     damaged pair, and for a range of documents too short for one sample.
 
-    `num_samples`: number that the run reads of each split; the orders of Megatron-LM and GPT-NeoX depend on it.
+    `num_samples`: number that the run reads of each split; the orders of extensions depend on it.
     """
     if not spec.train:
         raise ConfigError("--train_data", problem="it is required: the prefix of a .bin/.idx pair",
@@ -66,9 +67,10 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
             source = files[prefix]
             datasets[name] = samples_of(_Part(source, 0, source.num_tokens, (0, source.num_sequences)), name)
         enough = [number for number, part in enumerate(parts[split]) if part.num_tokens >= fewest_tokens[split]]
-        if not own and len(enough) > 1 and spec.sample_order != "shuffled":
-            datasets[split] = _megatron_blend(parts[split], enough, split, spec, seq_length=seq_length, seed=seed,
-                                              num_samples=planned(split))
+        if not own and len(enough) > 1 and (order := spec.order) is not None:
+            datasets[split] = order.blend([parts[split][number].sequence_range for number in enough],
+                                          [spec.weights[number] for number in enough] if spec.weights else None,
+                                          seq_length=seq_length, seed=seed, num_samples=planned(split), name=split)
         elif not own and enough:
             datasets[split] = _blend(parts[split], enough, split, spec, samples_of, seq_length=seq_length, seed=seed)
     return datasets
@@ -88,14 +90,12 @@ def _split_sources(sources: list[IndexedDataset], spec: DataSpec) -> dict[str, l
                                                                             strict=True)]
     train, valid, test = (weight / sum(weights) for weight in weights)
     parts: dict[str, list[_Part]] = {name: [] for name in SPLITS}
+    order = spec.order
     for source in sources:
-        if spec.sample_order == "shuffled":
-            ranges = split_documents(source.num_documents, (train, valid, test))
-        else:
-            divide = split_as_megatron_core if spec.sample_order == "megatron" else split_documents
-            ranges = divide(source.num_sequences, (train, valid, test))
+        ranges = split_documents(source.num_documents, (train, valid, test)) if order is None else \
+            order.divide(source.num_sequences, (train, valid, test))
         for name, (first, last) in zip(SPLITS, ranges, strict=True):
-            if spec.sample_order == "shuffled":
+            if order is None:
                 start, stop = source.document_offset(first), source.document_offset(last)
             else:
                 start, stop = (int(source.sequence_offsets(number, number)[0]) for number in (first, last))
@@ -105,18 +105,11 @@ def _split_sources(sources: list[IndexedDataset], spec: DataSpec) -> dict[str, l
 
 def _samples(part: _Part, name: str, spec: DataSpec, *, seq_length: int, seed: int, num_samples: int) -> SampleDataset:
     """Return the samples of a part in the order of --sample_order."""
-    if spec.sample_order == "shuffled":
+    if (order := spec.order) is None:
         kind = PackedDocuments if spec.packing == "best_fit" else ShuffledWindows
         return kind(part.source, seq_length=seq_length, seed=seed, first_token=part.first_token,
                     last_token=part.last_token, name=name)
-    return _megatron_samples(part, name, spec, seq_length=seq_length, seed=seed, num_samples=num_samples)
-
-
-def _megatron_samples(part: _Part, name: str, spec: DataSpec, *, seq_length: int, seed: int,
-                      num_samples: int) -> MegatronSamples:
-    first, last = part.sequences
-    return MegatronSamples(part.source, order=spec.sample_order, seq_length=seq_length, seed=seed,
-                           num_samples=num_samples, first_sequence=first, last_sequence=last, name=name)
+    return order.samples(part.sequence_range, seq_length=seq_length, seed=seed, num_samples=num_samples, name=name)
 
 
 def _blend(parts: list[_Part], chosen: list[int], name: str, spec: DataSpec,
@@ -140,33 +133,3 @@ def _blend(parts: list[_Part], chosen: list[int], name: str, spec: DataSpec,
     if phases and phases[0][0] == 0:
         weights = phases.pop(0)[1]
     return BlendedSamples(datasets, weights, schedule=phases, name=name)
-
-
-def _megatron_blend(parts: list[_Part], chosen: list[int], name: str, spec: DataSpec, *, seq_length: int, seed: int,
-                    num_samples: int) -> BlendedSamples:
-    """Return the blend of several parts in the order of Megatron-LM or GPT-NeoX: see samples/megatron_blend.py.
-
-    Raises ConfigError if the blend of Megatron-LM takes more samples of a source than the order of the source has.
-    """
-    def samples(number: int, of_source: int) -> MegatronSamples:
-        return _megatron_samples(parts[number], name, spec, seq_length=seq_length, seed=seed, num_samples=of_source)
-
-    order, given = spec.sample_order, [spec.weights[number] for number in chosen] if spec.weights else None
-    if order == "megatron" and given is None:
-        datasets = [samples(number, 1) for number in chosen]
-        weights: list[float] = [data.order_length for data in datasets]
-        length = min(num_samples, sum(data.order_length for data in datasets))
-    else:
-        weights = normalized_weights(order, given or [1.0] * len(chosen))
-        sizes = samples_of_sources(order, weights, num_samples)
-        datasets = [samples(number, size) for number, size in zip(chosen, sizes, strict=True)]
-        length = sum(math.ceil(num_samples * weight) for weight in weights)
-        if order == "neox":
-            length = max(sum(data.order_length - 1 for data in datasets), 1)
-    quotas = GreedyQuotas(weights, length)
-    for data, count in zip(datasets, quotas.counts(length), strict=True):
-        if order == "megatron" and count > data.order_length:
-            raise ConfigError(f"--sample_order {order}", problem=f"the blend takes {count:,} {name} samples of "
-                              f"{data.indexed.prefix}, whose order has {data.order_length:,}: Megatron-LM rejects it, "
-                              "too", remedy="give a larger --order_samples, or use --sample_order shuffled")
-    return BlendedSamples(datasets, weights, name=name, planned=(quotas, num_samples))

@@ -84,17 +84,6 @@ def test_phases_shorter_than_a_sample_are_rejected(start: Starter) -> None:
         start("--blend_schedule", "17:1,1,1", "32:1,2,1")
 
 
-def test_another_order_is_rejected(start: Starter, tmp_path: Path) -> None:
-    one = ["--train_data", str(tmp_path / "web")]
-    write_checkpoint(start(*one).plan)
-    with pytest.raises(ConfigError, match="trained with --sample_order shuffled, and this run would use megatron"):
-        start(*one, "--sample_order", "megatron")
-    write_checkpoint(start(*one, "--sample_order", "megatron", "--allow_other_data").plan)
-    assert start(*one, "--sample_order", "megatron").resume is not None
-    with pytest.raises(ConfigError, match="global_step10 is part of a run of 50 samples, and this run has 60"):
-        start(*one, "--sample_order", "megatron", "--train_steps", "60")
-
-
 def test_a_changed_source_is_named(start: Starter, tmp_path: Path) -> None:
     write_checkpoint(start().plan)
     change_token(tmp_path / "code", keep_mtime=False, byte=500)

@@ -12,26 +12,25 @@ from hypothesis import strategies as st
 from pretrain.data.loader import Loader
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset
-from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.shuffled import ShuffledWindows
 from tests.data.counting import write_counting
+from tests.support.extensions import modules_of_extensions
 
 LAYOUT = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
 """data-parallel ranks, micro-batch size, gradient accumulation steps"""
 
 
 def sources(folder: Path, data: st.DataObject, seq_length: int) -> list[SampleDataset]:
-    order = data.draw(st.sampled_from(["shuffled", "megatron", "neox"]), label="order")
+    """Return datasets of the files, also in the orders of extensions."""
+    of_extensions = [each.ordered_samples for each in modules_of_extensions("sample_orders")]
+    ordered = data.draw(st.sampled_from([None, *of_extensions]), label="order")
     corpora = data.draw(st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=40), min_size=1, max_size=4))
     datasets: list[SampleDataset] = []
     for number, lengths in enumerate(corpora):
         lengths.append(2 * seq_length + 2)
         indexed = write_counting(folder / f"source{number}", lengths, first=number * 10**6)
-        if order == "shuffled":
-            datasets.append(ShuffledWindows(indexed, seq_length=seq_length, seed=number))
-        else:
-            datasets.append(MegatronSamples(indexed, order=order, seq_length=seq_length, seed=number,
-                                            num_samples=data.draw(st.integers(1, 100))))
+        datasets.append(ShuffledWindows(indexed, seq_length=seq_length, seed=number) if ordered is None else
+                        ordered(indexed, seq_length, number, data))
     return datasets
 
 

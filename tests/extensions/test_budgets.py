@@ -11,6 +11,7 @@ from tests.support.source_size import lines_of
 MOST_LINES = {
     "adopt": 3710,
     "average": 210,
+    "completion": 70,
     "cpu_kernels": 1100,
     "fill_in_middle": 220,
     "fp8": 160,
@@ -20,6 +21,7 @@ MOST_LINES = {
     "hub_datasets": 360,
     "inspect": 390,
     "ladder": 2180,
+    "megatron_order": 310,
     "merge_split": 460,
     "near_duplicates": 340,
     "new": 620,

@@ -22,6 +22,7 @@ def modules_of_extensions(module: str) -> Iterator[ModuleType]:
     preparations: SOURCES, name -> (corpus, the same as Parquet, folder) -> context manager of the inputs, for
     tests/data/prepare/test_combinations.py.
     shards: merge_shards_of, as in tests/data/prepare/helpers.py.
+    sample_orders: ordered_samples(token file, seq_length, seed, data of hypothesis), for tests/data/test_ledger.py.
     device_reads: ALLOWED, as in tests/distributed/test_metrics.py.
     """
     for path in sorted(ROOT.glob(f"tests/extensions/*/{module}.py")):

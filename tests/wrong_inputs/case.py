@@ -85,7 +85,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "config": ["zero2_bf16"],
     "template": ["slurm"],
     "reference": ["metrics"],
-    "completion": ["bash"],
 }
 
 

@@ -101,7 +101,7 @@ class RunArguments:
         "969,30,1", "proportions of train, valid and test documents in --train_data", metavar="TRAIN,VALID,TEST")
     sample_order: str = DATA.flag(
         "shuffled", "order of the samples: shuffled, or that of megatron or neox, to continue a run of Megatron-LM or "
-        "GPT-NeoX", metavar="NAME")
+        "GPT-NeoX, and others of extensions", metavar="NAME")
     packing: str = DATA.flag(
         "none", "none: documents follow one another without padding; best_fit: only documents that are longer than a "
         "sample are divided, and the others are packed with little padding", metavar="NAME")

@@ -20,19 +20,34 @@ import json
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pretrain.daemon_threads import DaemonThreads
 from pretrain.data.samples.dataset import Indices, LookAhead, SampleDataset
-from pretrain.data.samples.megatron_blend import GreedyQuotas
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 
 _LARGEST_DENOMINATOR = 2**30  # so that products of two such numbers fit into int64
 _READ_AT_ONCE = 16  # sources
 _Numbers = npt.NDArray[np.int64]
+
+
+class Assignment(Protocol):
+    """Assigns each sample n = 0, 1, 2, ... of a blend to a source."""
+
+    def locate(self, indices: _Numbers) -> tuple[_Numbers, _Numbers]:
+        """Return for each sample its source, and how many samples that source had before it."""
+
+    def counts(self, num_samples: int) -> list[int]:
+        """Return for each source how many of the first `num_samples` samples it gets."""
+
+
+class FiniteAssignment(Assignment, Protocol):
+    """Begins again at the first sample after `num_samples`."""
+
+    num_samples: int
 
 
 class Quotas:
@@ -99,13 +114,13 @@ class BlendedSamples:
     dataset is read in its own order by its own counter, thus each has its own epochs.
 
     `schedule`: from this number of samples on, these weights. The counters continue from phase to phase.
-    `planned`: with the order of Megatron-LM or GPT-NeoX, the assignment of the samples, and the number of samples that
-    the run was planned to read. There is no schedule then.
+    `planned`: in an order of an extension, the assignment of the samples, and the number of samples that the run was
+    planned to read. There is no schedule then.
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[float], *,
                  schedule: Sequence[tuple[int, Sequence[float]]] = (), name: str = "train",
-                 planned: tuple[GreedyQuotas, int] | None = None) -> None:
+                 planned: tuple[FiniteAssignment, int] | None = None) -> None:
         assert len({data.seq_length for data in datasets}) == 1
         assert not (schedule and planned)
         assert all(len(datasets) == len(row) for row in (weights, *(row for _, row in schedule)))
@@ -113,7 +128,7 @@ class BlendedSamples:
         self.weights, self.schedule = tuple(weights), tuple((start, tuple(row)) for start, row in schedule)
         self._starts = np.array([0, *(start for start, _ in self.schedule)], np.int64)
         assert bool((np.diff(self._starts) > 0).all()), "phases begin at rising numbers of samples above 0"
-        self._phases: list[Quotas | GreedyQuotas] = \
+        self._phases: list[Assignment] = \
             [planned[0]] if planned else [Quotas(row) for row in (weights, *(row for _, row in self.schedule))]
         self.order_samples = planned[1] if planned else None
         self.order_length = planned[0].num_samples if planned else None

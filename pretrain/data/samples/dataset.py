@@ -5,13 +5,16 @@ and the index only: not on ranks, batch sizes, workers or resumes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pretrain.data.data_spec import DataSpec
 
 Indices = Sequence[int] | npt.NDArray[np.int64]
 
@@ -50,6 +53,40 @@ class SampleDataset(Protocol):
 
     def record(self) -> dict[str, Any]:
         """Return the `DataRecord` of checkpoint/format/manifest.py."""
+
+
+class FiniteSamples(SampleDataset, Protocol):
+    """Samples whose order begins again after `order_length`."""
+
+    order_length: int
+
+
+SequenceRange = tuple[IndexedDataset, int, int]
+"""the sequences [first, last) of a token file"""
+
+
+class SampleOrder(Protocol):
+    """An order of samples that an extension brings: see Extension.sample_orders.
+
+    It is made of sequences of the .idx, and depends on the number of samples that the run was planned to read.
+    """
+
+    def check(self, spec: "DataSpec") -> None:
+        """Raise ConfigError for data that the order does not have. Called before numpy is imported."""
+
+    def divide(self, num_sequences: int, fractions: tuple[float, float, float]) -> list[tuple[int, int]]:
+        """Return [first, last) sequences of train, valid and test."""
+
+    def samples(self, part: SequenceRange, *, seq_length: int, seed: int, num_samples: int,
+                name: str) -> FiniteSamples:
+        """Return the samples of a part of a source. Raises ConfigError."""
+
+    def blend(self, parts: Sequence[SequenceRange], weights: Sequence[float] | None, *, seq_length: int, seed: int,
+              num_samples: int, name: str) -> FiniteSamples:
+        """Return the blend of several parts. Raises ConfigError."""
+
+    def check_length(self, spec: "DataSpec", length: int, needed: int) -> None:
+        """Explain by a ConfigError why the order has only `length` samples; otherwise the run rejects it."""
 
 
 def source_records(dataset: SampleDataset) -> list[tuple[IndexedDataset, dict[str, Any]]]:

@@ -13,7 +13,6 @@ from pretrain.analysis.recorded_data import open_data_of_step
 from pretrain.errors import ConfigError
 from pretrain.extensions.inspect.main import find_step
 from pretrain.extensions.inspect.step import StepTensors, check_labels, read_step, step_lines
-from tests.distributed.test_sample_orders import test_a_moved_run_continues_with_the_samples_of_megatron
 from tests.support.cases import config, flags
 from tests.support.launch import PROGRAM, WORKERS, run_ranks
 
@@ -99,10 +98,3 @@ def test_steps_that_were_not_trained_and_changed_data_are_rejected(folder: Path,
     with pytest.raises(ConfigError, match="its training data has changed"):
         _read(copy, 1)
     assert len(_read(copy, 6).batches) == 8
-
-
-def test_the_samples_of_a_moved_run_are_those_of_megatron(tmp_path: Path) -> None:
-    test_a_moved_run_continues_with_the_samples_of_megatron(tmp_path)
-    shown = subprocess.run([sys.executable, PROGRAM, "inspect", "step", str(tmp_path / "run"), "3"],
-                           capture_output=True, text=True)
-    assert shown.stdout.startswith("step 3: samples 92 to 99"), shown.stderr

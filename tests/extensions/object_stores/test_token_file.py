@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.active_extensions import check_extensions
+from pretrain.active_extensions import check_extensions, extensions
 from pretrain.cli import new_prefix
 from pretrain.commands.data import main as data_main
 from pretrain.config.flags.parse import parse_arguments
@@ -312,7 +312,8 @@ def test_wrong_prefixes_and_uploads(served: tuple[str, Server], tmp_path: Path) 
         IndexedDataset(url, settings(tmp_path))
 
 
-@pytest.mark.parametrize("words", [{"packing": "best_fit"}, {"sample_order": "megatron"}])
+@pytest.mark.parametrize("words", [{"packing": "best_fit"}, *(
+    {"sample_order": name} for each in extensions() for name in each.sample_orders)])
 def test_other_orders_of_samples(served: tuple[str, Server], folder: Path, tmp_path: Path,
                                  words: dict[str, str]) -> None:
     url, _ = served

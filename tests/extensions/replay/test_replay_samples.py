@@ -17,7 +17,6 @@ from pretrain.data.prepare.prepare import prepare
 from pretrain.data.run_data import open_run_data
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import PADDING
-from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.extensions.replay.documents import OddDocument, documents_of, odd_documents, pieces_of
@@ -33,14 +32,13 @@ SEQ_LENGTH = 12
 _TIMES = ("time", "ms")
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "packed", "megatron", "blend"])
+@pytest.mark.parametrize("kind", ["shuffled", "packed", "blend"])
 def test_the_documents_of_a_sample(kind: str, tmp_path: Path) -> None:
     lengths = [3, 30, 7, 60, 5, 11, 25, 40]
     indexed = [write_counting(tmp_path / f"source{number}", lengths, first=number * 1000) for number in range(2)]
     made: dict[str, Any] = {
         "shuffled": ShuffledWindows(indexed[0], seq_length=SEQ_LENGTH, seed=1),
-        "packed": PackedDocuments(indexed[0], seq_length=SEQ_LENGTH, seed=1),
-        "megatron": MegatronSamples(indexed[0], order="megatron", seq_length=SEQ_LENGTH, seed=1, num_samples=30)}
+        "packed": PackedDocuments(indexed[0], seq_length=SEQ_LENGTH, seed=1)}
     dataset = made.get(kind) or BlendedSamples([ShuffledWindows(source, seq_length=SEQ_LENGTH, seed=1)
                                                 for source in indexed], [1, 2])
     bounds = np.cumsum([0, *lengths])

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.data_spec import parse_split, split_as_megatron_core
-from pretrain.data.samples.megatron import MegatronSamples
+from pretrain.data.data_spec import parse_split
 from pretrain.data.token_files.indexed_dataset import IndexedDataset
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
+from pretrain.extensions.megatron_order.order import MegatronOrder
+from pretrain.extensions.megatron_order.samples import MegatronSamples
 from tests.data.counting import write_counting
-from tests.support.reference_order import reference
+from tests.extensions.megatron_order.reference_order import reference
 
 
 @settings(deadline=None, max_examples=80)
@@ -77,9 +78,9 @@ def test_sequences_count_and_not_documents(tmp_path: Path) -> None:
 
 
 def test_splits_of_megatron_core_round_each_bound() -> None:
-    assert split_as_megatron_core(1000, parse_split("969,30,1")) == [(0, 969), (969, 999), (999, 1000)]
-    assert split_as_megatron_core(10, parse_split("1,1,1")) == [(0, 3), (3, 7), (7, 10)]
-    assert split_as_megatron_core(7, parse_split("1")) == [(0, 7), (7, 7), (7, 7)]
+    assert MegatronOrder().divide(1000, parse_split("969,30,1")) == [(0, 969), (969, 999), (999, 1000)]
+    assert MegatronOrder().divide(10, parse_split("1,1,1")) == [(0, 3), (3, 7), (7, 10)]
+    assert MegatronOrder().divide(7, parse_split("1")) == [(0, 7), (7, 7), (7, 7)]
 
 
 def test_seeds_that_the_order_does_not_have_are_rejected(tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.data_spec import parse_data_spec, split_as_megatron_core
+from pretrain.data.data_spec import parse_data_spec
 from pretrain.data.open_datasets import open_datasets
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset
-from pretrain.data.samples.megatron_blend import GreedyQuotas
 from pretrain.errors import ConfigError
+from pretrain.extensions.megatron_order import blend
+from pretrain.extensions.megatron_order.blend import GreedyQuotas
+from pretrain.extensions.megatron_order.order import MegatronOrder
 from tests.data.counting import write_counting
-from tests.support.reference_order import blend_sources, reference_blend
+from tests.extensions.megatron_order.reference_order import blend_sources, reference_blend
 
 WEIGHTS = st.one_of(st.floats(1e-9, 1e9), st.sampled_from([0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 7.0]))
 ORDERS = ("megatron", "neox")
@@ -65,7 +67,7 @@ def test_samples_of_a_blend_equal_the_definition(tmp_path_factory: pytest.TempPa
     weights = data.draw(st.one_of(st.none(), st.lists(st.floats(0.01, 100), min_size=len(lengths),
                                                       max_size=len(lengths))))
     split = "3,1,0" if order == "megatron" else "1,0,0"
-    divided = [split_as_megatron_core(len(part), (0.75, 0.25, 0.0)) if order == "megatron" else
+    divided = [MegatronOrder().divide(len(part), (0.75, 0.25, 0.0)) if order == "megatron" else
                [(0, len(part)), (0, 0)] for part in lengths]
     assume(all(sum(part[first:last]) > seq_length for part, bounds in zip(lengths, divided, strict=True)
                for first, last in bounds if last))
@@ -145,7 +147,7 @@ def test_the_record_and_the_fingerprint_depend_on_all_that_changes_the_order(pre
 
 def test_a_source_that_the_blend_of_megatron_exhausts_is_rejected(prefixes: list[str],
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.data.open_datasets.samples_of_sources", lambda order, weights, total: [1, 1, 1])
+    monkeypatch.setattr(blend, "samples_of_sources", lambda order, weights, total: [1, 1, 1])
     with pytest.raises(ConfigError, match=r"the blend takes 13 train samples of .*s0, whose order has 9: Megatron-LM "
                                           r"rejects it, too"):
         blend_of(prefixes, weights=(1, 1, 1), num_samples=39)

@@ -1,16 +1,19 @@
 """A run that is moved here from Megatron-LM trains real ranks on the samples that follow."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from pretrain.commands import COMMANDS
 from pretrain.data.token_files.writer import IndexedWriter
+from tests.extensions.megatron_order.reference_order import reference_blend
 from tests.support.cases import config
-from tests.support.launch import ROOT, WORKERS, run_ranks
-from tests.support.reference_order import reference_blend
+from tests.support.launch import PROGRAM, ROOT, WORKERS, run_ranks
 
 SEQ_LENGTH, BATCH, FIRST, STEPS, SEED = 16, 8, 76, 4, 99
 WEIGHTS = [0.9, 0.2]
@@ -61,3 +64,7 @@ def test_a_moved_run_continues_with_the_samples_of_megatron(tmp_path: Path) -> N
     done = run_ranks([str(ROOT / "pretrain" / "train.py"), *longer, *data], 2, cwd=tmp_path)
     assert [rank.returncode for rank in done] == [2, 2]
     assert "is part of a run of 108 samples, and this run has 876" in done[0].stdout
+    if "inspect" in COMMANDS:  # of another extension
+        shown = subprocess.run([sys.executable, PROGRAM, "inspect", "step", str(tmp_path / "run"), "3"],
+                               capture_output=True, text=True)
+        assert shown.stdout.startswith("step 3: samples 92 to 99"), shown.stderr

@@ -1,0 +1,1 @@
+"""The orders of samples of Megatron-LM and GPT-NeoX, to continue their runs."""

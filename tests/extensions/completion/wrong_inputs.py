@@ -1,0 +1,3 @@
+"""A command line of the subcommand: see tests/wrong_inputs/case.py."""
+
+TOOLS = {"completion": ["bash"]}
