@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
     from deepspeed import DeepSpeedEngine
 
+    from pretrain.checkpoint.load.resume import Resume
     from pretrain.config.plan import Plan
     from pretrain.data.loader import Loader, MicroBatch
     from pretrain.distributed.world import World
@@ -223,6 +224,7 @@ class Run:
     step: int  # number of steps done; during a step, its number
     consumed_samples: int  # position in the data
     loaders: "dict[str, Loader]" = field(default_factory=dict)  # by the names of the plan's datasets
+    resume: "Resume | None" = None  # the checkpoint from which this process continues
     steps_here: int = 0  # number of the step since the start of this process, from 1
     stopped_by: str = ""  # see `stop`
     saves_at_stop: bool = True

@@ -38,7 +38,6 @@ from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.early_stopping import EarlyStopping, early_end_line
 from pretrain.resilience.guard import Guard
 from pretrain.resilience.replicas import ReplicaCheck
@@ -66,7 +65,7 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
         return _report_early_stop(resume, world, guards)
     if resume is not None:
         plan = resume.plan
-    call = Callbacks([*_core_callbacks(plan, resume), *callbacks])
+    call = Callbacks([*_core_callbacks(plan), *callbacks])
     call.connected(plan)
     if resume is None or resume.manifest.weights_only:
         call.before_engine(_trial(plan, world, guards,
@@ -90,10 +89,10 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
     return FINISHED if loop.run.is_done or loop.run.step >= plan.last_step else STOPPED
 
 
-def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
+def _core_callbacks(plan: Plan) -> Iterator[Callback]:
     """Yield the callbacks that the core brings; each says in its class when it runs."""
     args = plan.args
-    yield from (EarlyStopping.of_flags(args), BatchRamp(), DataWatch(resume))
+    yield from (EarlyStopping.of_flags(args), BatchRamp())
     if args.replica_check_interval:
         yield ReplicaCheck(args.replica_check_interval)
 
@@ -188,7 +187,10 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: Callbac
                    is_branch=resume is not None and resume.branch is not None,
                    warnings=[*(resume.warnings if resume else ()), *start.warnings], operators=own.operators)
     run = Run(plan, world, engine, folder, screen, guards.watchdog, meter, requests.reject, start.step,
-              start.consumed_samples, loaders={name: open_loader(engine, plan, name) for name in plan.datasets})
+              start.consumed_samples, loaders={name: open_loader(engine, plan, name) for name in plan.datasets},
+              resume=resume)
+    if resume is not None and resume.other_data:
+        folder.event("other_data", step=resume.manifest.step, reason=resume.other_data)
     guard = Guard(plan, engine, folder, screen, on_bad_step=functools.partial(callbacks, "bad_step", run))
     guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
     callbacks("start", run)

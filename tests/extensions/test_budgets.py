@@ -12,6 +12,7 @@ MOST_LINES = {
     "adopt": 3710,
     "average": 210,
     "cpu_kernels": 1100,
+    "data_watch": 260,
     "fill_in_middle": 220,
     "fp8": 160,
     "health": 1560,
