@@ -33,7 +33,7 @@ from pretrain.engine.recipe import keep_states
 from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
-from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
+from pretrain.errors import CRASHED, FINISHED, STOPPED, ConfigError, counted
 from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
@@ -48,14 +48,25 @@ from pretrain.step_loop import StepLoop
 from pretrain.terminal import Screen, clear_status, status
 
 
-def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankGuards,
-          weights: InitialWeights | None = None) -> int:
+def train(plan: Plan, world: World, guards: RankGuards, weights: InitialWeights | None = None) -> int:
     """Run the plan, resuming from the newest good checkpoint if there is one. Returns the exit code.
 
-    Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `callbacks`: others
-    than those of the core and of extensions.
+    Without a checkpoint, the run begins with `weights`, or with random weights if this is None.
     """
-    callbacks = [*callbacks, *callbacks_of(plan)]
+    callbacks = callbacks_of(plan)
+    try:
+        return _train(plan, world, callbacks, guards, weights)
+    except (MemoryError, RuntimeError, OSError) as error:
+        lines = [line for callback in callbacks for line in callback.explains(error)]
+        if not lines:
+            raise
+        for number, line in enumerate(lines):  # of this rank: other ranks may have no error
+            print(f"ds-pretrain: {'' if number else 'error: '}rank {world.rank}: {line}", file=sys.stderr, flush=True)
+        return CRASHED
+
+
+def _train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankGuards,
+           weights: InitialWeights | None) -> int:
     resume = _connect(plan, world, guards, weights)
     missing = [] if resume is None else from_rank_0(functools.partial(_missing_evaluations, resume))
     if resume is not None and resume.manifest.step >= resume.plan.last_step and not missing:

@@ -19,7 +19,7 @@ from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError, counted
 from pretrain.memory.hardware import find_gpu
-from pretrain.memory.memory_watch import plan_remarks
+from pretrain.memory.plan_remarks import plan_remarks
 from pretrain.model.attention_memory import expected_operator
 from pretrain.model.recomputed_flops import more_flops
 from pretrain.terminal import print_rows

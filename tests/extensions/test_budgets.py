@@ -21,6 +21,7 @@ MOST_LINES = {
     "hub_datasets": 360,
     "inspect": 390,
     "ladder": 2180,
+    "memory_watch": 280,
     "merge_split": 460,
     "near_duplicates": 340,
     "notify": 490,

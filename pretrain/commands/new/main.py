@@ -48,7 +48,7 @@ from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import check_settings
 from pretrain.errors import ConfigError, tokens_text
-from pretrain.memory.memory_watch import plan_remarks
+from pretrain.memory.plan_remarks import plan_remarks
 from pretrain.paths import check_file
 from pretrain.remote import path_or_url
 from pretrain.terminal import print_rows

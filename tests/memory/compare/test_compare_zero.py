@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.commands.new.layout import best_layout
-from pretrain.config.layout import Layout
 from pretrain.memory.compare import compare
-from pretrain.memory.compare.changes_that_fit import changes_that_fit
 from pretrain.memory.compare.combinations import Axes
 from pretrain.memory.compare.compare import Workload
 from pretrain.memory.compare.compare_zero import ComparisonReport, main, make_report
@@ -63,14 +61,6 @@ def test_the_simplest_layout_that_fits_is_recommended_with_its_largest_micro_bat
     model, cluster = load_model_config("gpt2"), make_cluster(gpu="h100", world_size=8, nodes=None, gpus_per_node=8)
     row = best_layout(model, cluster, seq_length=1024, batch_tokens=2**19)
     assert (row.candidate.name, row.step) == ("zero1", {})
-
-
-def test_changes_that_fit_begin_with_the_fewest() -> None:
-    title, *changes = changes_that_fit(Layout(micro_batch_size=8), load_model_config("gpt2"), ranks_per_node=1,
-                                       budget_bytes=4 * GIB)
-    assert title == "changes that are predicted to fit, the fewest first:"
-    assert 1 <= len(changes) <= 3
-    assert "," not in changes[0].partition(": ")[0].replace("accumulation steps", "")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

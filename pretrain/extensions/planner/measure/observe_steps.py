@@ -28,7 +28,7 @@ from pretrain.extensions.planner.measure.tensor_inventory import (
     held_storages,
     unaccounted_bytes,
 )
-from pretrain.memory.cpu_step_peak import call_after_backward
+from pretrain.memory.engine_tensors import call_after_backward
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.storage_tracker import StorageTracker
 

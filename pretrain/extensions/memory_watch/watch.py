@@ -1,7 +1,4 @@
-"""MemoryWatch: measures the memory of a training run, and reports it next to the prediction.
-
-Also the report of a run that ran out of memory, with changes that should fit.
-"""
+"""Measure the memory of a run, and report it next to the prediction; name changes that fit if it was not enough."""
 
 import contextlib
 import gc
@@ -9,27 +6,26 @@ import os
 import pickle
 import resource
 import subprocess
-import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.callback import Callback, Run, StepResult
 from pretrain.child import child_command
-from pretrain.distributed.device import Device
 from pretrain.distributed.own_gpu import free_gpu_bytes, open_gpu
 from pretrain.distributed.process import is_out_of_memory, resident_bytes
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
-from pretrain.memory.footprint import DEFAULT_MARGIN, with_unit
+from pretrain.memory.footprint import with_unit
+from pretrain.memory.plan_remarks import COMPARE, prediction_text, sizes_by_role
 
 if TYPE_CHECKING:
     from pretrain.config.plan import Plan
     from pretrain.data.loader import MicroBatch
-    from pretrain.memory.cpu_step_peak import StepPeak
+    from pretrain.extensions.memory_watch.step_peak import StepPeak
 
 REPORTED_STEP = 2  # counted from the start of this process: the first step allocates the optimizer states
 # Growth of a CPU process from its start to the end of a step, without its tensors: library code that is loaded into
@@ -37,7 +33,6 @@ REPORTED_STEP = 2  # counted from the start of this process: the first step allo
 # allocator keeps. Measured: 30 to 213 MiB with models of 0.3 to 25 M parameters.
 PROCESS_GROWTH_BYTES = 256 * 2**20
 
-_COMPARE = "`ds-pretrain compare` compares layouts that fit"
 _MAX_FRACTION = 0.85  # of the failed layout's predicted memory: changes that need more are not suggested
 _UNCERTAIN = 0.03  # fraction of the measured peak from which the line shows a range: see StepPeak
 
@@ -62,7 +57,7 @@ class MemoryWatch(Callback):
         if get_accelerator().device_name() != "cpu":
             open_gpu(world)
             return cls(plan, world, free_gpu_bytes(_predicted_bytes(plan)), 0)
-        from pretrain.memory.cpu_step_peak import StepPeak
+        from pretrain.extensions.memory_watch.step_peak import StepPeak
 
         available = max(0, _available_host_bytes(world.local_size) - PROCESS_GROWTH_BYTES)
         return cls(plan, world, available, resident_bytes()[0], StepPeak())
@@ -102,13 +97,32 @@ class MemoryWatch(Callback):
         if run.steps_here == REPORTED_STEP:
             self._report(run.screen.line)
 
+    def explains(self, error: BaseException) -> list[str]:
+        """Describe an out-of-memory error and list changes that should fit. Returns no lines for any other error.
+
+        Frees the memory that the frames of the error's traceback reference.
+        """
+        if not is_out_of_memory(error):
+            return []
+        measured = with_unit(self.measured_bytes())
+        used = f"the process had grown by {measured}" if self.device_kind == "cpu" else \
+            f"{measured} were in use before the error"
+        lines = [f"out of memory{_location(error)}: {_first_line(error)}"]
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        predicted = self.predicted
+        lines.append(f"predicted {with_unit(predicted.needed_bytes)} of tensors at the peak "
+                     f"({sizes_by_role(predicted)}); {used}; {with_unit(self.available_bytes)} were available for "
+                     "tensors")
+        return lines + _changes_that_fit(self, min(self.available_bytes, int(_MAX_FRACTION * predicted.needed_bytes)))
+
     def _report(self, report: Callable[[str], None]) -> None:
         try:
             predicted = self.predicted
         except ConfigError as error:
             report(f"memory: {self._measurement(None)}; no prediction: {error}")
             return
-        report(f"memory: {_prediction(predicted)}; {self._measurement(predicted)}")
+        report(f"memory: {prediction_text(predicted)}; {self._measurement(predicted)}")
 
     def _measurement(self, predicted: MemoryEstimate | None) -> str:
         """Describe the measurement of the rank with the most memory. Every rank must call this."""
@@ -142,50 +156,11 @@ class MemoryWatch(Callback):
         return f"measured {with_unit(held)} of tensors between backward pass and optimizer step{expected}; {rest}"
 
 
-def plan_remarks(plan: "Plan", device: Device, *, warnings: Sequence[str] = (),
-                 ranks_per_host: int | None = None) -> list[tuple[str, str]]:
-    """Return (kind, text) of what a user should know about a valid run before its start.
-
-    "memory": the prediction; "warning": it does not fit the device; "note": the notes of the plan.
-
-    Args:
-        warnings: other warnings, as of a resume.
-        ranks_per_host: default: all ranks of the run.
-    """
-    notes = [*(("note", note) for note in plan.notes), *(("warning", warning) for warning in warnings)]
-    try:
-        estimate = estimate_memory(plan.model, plan.layout)
-    except ConfigError as error:
-        return [("memory", f"no prediction: {error}"), *notes]
-    needed, ranks = estimate.needed_bytes, ranks_per_host or plan.layout.world_size
-    remarks = [("memory", f"{_prediction(estimate)}, on the rank with the most memory")]
-    if not device.memory_bytes:
-        remarks = [("memory", f"{remarks[0][1]}; the memory of the device is not known on this machine")]
-    elif needed > device.memory_bytes * (1 - DEFAULT_MARGIN):
-        where = "of this host" if device.kind == "cpu" else "of the device"
-        remarks.append(("warning", f"THE RUN DOES NOT FIT: a rank needs {with_unit(needed)}, and the memory {where} is "
-                                   f"{with_unit(device.memory_bytes)}. {_COMPARE}"))
-    elif device.kind == "cpu" and ranks * needed > device.memory_bytes * (1 - DEFAULT_MARGIN):
-        remarks.append(("warning", f"{ranks} ranks do not fit this host: each needs {with_unit(needed)}, and the host "
-                                   f"has {with_unit(device.memory_bytes)}. Use more hosts. {_COMPARE}"))
-    return [*remarks, *notes]
-
-
 def _predicted_bytes(plan: "Plan") -> int:
     """Return what each rank needs, or 0 if that is not known: pipeline stages differ, and not all models have it."""
     with contextlib.suppress(ConfigError):
         return estimate_memory(plan.model, plan.layout).needed_bytes if plan.layout.pipeline_stages == 1 else 0
     return 0
-
-
-def _prediction(estimate: MemoryEstimate) -> str:
-    return f"predicted {with_unit(estimate.needed_bytes)} at the peak ({_sizes_by_role(estimate)})"
-
-
-def _sizes_by_role(estimate: MemoryEstimate) -> str:
-    """List the peak of each role: "parameters 1.2 GiB, gradients ..."."""
-    roles = dict.fromkeys(role for role, _, _ in estimate.peak.rows())
-    return ", ".join(f"{role.replace('_', ' ')} {with_unit(estimate.peak.total(role))}" for role in roles)
 
 
 def _available_host_bytes(local_size: int) -> int:
@@ -201,42 +176,17 @@ def _available_host_bytes(local_size: int) -> int:
     return min(available, max(0, limit - mapped))
 
 
-def advice(watch: "MemoryWatch", error: BaseException) -> list[str]:
-    """Describe an out-of-memory error and list changes that should fit. Returns no lines for any other error.
-
-    Frees the memory that the frames of the error's traceback reference.
-    """
-    if not is_out_of_memory(error):
-        return []
-    measured = with_unit(watch.measured_bytes())
-    used = f"the process had grown by {measured}" if watch.device_kind == "cpu" else \
-        f"{measured} were in use before the error"
-    lines = [f"out of memory{_location(error)}: {_first_line(error)}"]
-    traceback.clear_frames(error.__traceback__)
-    gc.collect()
-    predicted = watch.predicted
-    lines.append(f"predicted {with_unit(predicted.needed_bytes)} of tensors at the peak ({_sizes_by_role(predicted)}); "
-                 f"{used}; {with_unit(watch.available_bytes)} were available for tensors")
-    return lines + _changes_that_fit(watch, min(watch.available_bytes, int(_MAX_FRACTION * predicted.needed_bytes)))
-
-
 def _changes_that_fit(watch: MemoryWatch, budget_bytes: int) -> list[str]:
     """Describe other layouts that fit into a budget. A process of its own compares them: a run does not."""
     request = {"layout": watch.plan.layout, "model": watch.plan.model, "ranks_per_node": watch.world.local_size,
                "budget_bytes": budget_bytes}
     try:
-        search = subprocess.run(child_command("pretrain.memory.compare.changes_that_fit"), check=True,
+        search = subprocess.run(child_command("pretrain.extensions.memory_watch.changes_that_fit"), check=True,
                                 input=pickle.dumps(request), stdout=subprocess.PIPE)
     except (OSError, subprocess.CalledProcessError) as error:
-        return [f"the search for changes that fit failed: {error}. {_COMPARE}"]
+        return [f"the search for changes that fit failed: {error}. {COMPARE}"]
     return search.stdout.decode().splitlines() or [
         "no other layout of these ranks is predicted to fit: use more ranks or a smaller model"]
-
-
-def print_advice(lines: list[str], world: World) -> None:
-    """Print the lines with this rank's number, because other ranks may have enough memory."""
-    print("\n".join(f"ds-pretrain: {'error: ' if not number else ''}rank {world.rank}: {line}"
-                    for number, line in enumerate(lines)), file=sys.stderr, flush=True)
 
 
 def _location(error: BaseException) -> str:
