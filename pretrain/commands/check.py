@@ -12,8 +12,8 @@ from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check, before_check
 from pretrain.config.flags.parse import parse_arguments, parse_before_run
+from pretrain.config.json_rates import rate_of
 from pretrain.config.plan import Plan, batches_text
-from pretrain.config.rate_notes import rate_of
 from pretrain.config.schedule import rates_text, schedule_text
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device

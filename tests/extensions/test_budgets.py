@@ -32,6 +32,7 @@ MOST_LINES = {
     "recipes": 850,
     "replay": 2590,
     "report": 650,
+    "run_notes": 320,
     "sanity": 1020,
     "slow_ranks": 980,
     "supervise": 570,
