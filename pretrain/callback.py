@@ -21,10 +21,11 @@ The points of a run, in the order in which they are called:
         before_save                          if a checkpoint is due
     bad_step, rolled_back                    the guard has found a bad step; the run has returned to a checkpoint
     requested                                a signal or a file asks for something
+    explains                                 an error of torch or the system ends the run
     close                                    after the last step, or when the run is stopped
 
-Every point is called on all ranks, in the same order of callbacks. So a callback may use collective operations, if all
-its ranks do. It must not raise an exception on some ranks only.
+Every point but `explains` is called on all ranks, in the same order of callbacks. So a callback may use collective
+operations, if all its ranks do. It must not raise an exception on some ranks only.
 """
 
 import contextlib
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     import torch
     from deepspeed import DeepSpeedEngine
 
+    from pretrain.checkpoint.load.resume import Resume
     from pretrain.config.plan import Plan
     from pretrain.data.loader import Loader, MicroBatch
     from pretrain.distributed.world import World
@@ -188,6 +190,13 @@ class Callback(UpdatePart):
     def requested(self, run: "Run", request: "Request") -> None:
         """Called after a step in which the ranks have agreed on a request."""
 
+    def explains(self, error: BaseException) -> Sequence[str]:
+        """Called on a rank with an error that ends the run there: lines that explain it; (): there are none.
+
+        The lines are printed instead of the traceback, and the exit code is 1.
+        """
+        return ()
+
     def close(self, run: "Run") -> None:
         """Called at the end of the loop: end background work, write what is left."""
 
@@ -223,6 +232,7 @@ class Run:
     step: int  # number of steps done; during a step, its number
     consumed_samples: int  # position in the data
     loaders: "dict[str, Loader]" = field(default_factory=dict)  # by the names of the plan's datasets
+    resume: "Resume | None" = None  # the checkpoint from which this process continues
     steps_here: int = 0  # number of the step since the start of this process, from 1
     stopped_by: str = ""  # see `stop`
     saves_at_stop: bool = True

@@ -98,23 +98,18 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
         prepare_deepspeed(device, deterministic=plan.args.deterministic)
         if not _uses_compiler(plan, device):
             avoid_compiler_imports()
-        from pretrain.memory.memory_watch import MemoryWatch, advice, print_advice
         from pretrain.trainer import train  # imports torch and deepspeed
+
         if world.rank == 0:
             plan.model.implementation.prove(plan.model, plan.layout.precision, status)
 
-    watch = MemoryWatch.before_build(plan, world)
     try:
-        return train(plan, world, [watch], guards, start.weights)
-    except (MemoryError, RuntimeError, OSError) as error:
+        return train(plan, world, guards, start.weights)
+    except RuntimeError as error:
         if operator := operator_without_variant(error):
             raise ConfigError("--deterministic", problem=f"torch has no deterministic variant of {operator}, which the "
                               "model needs", remedy="leave the flag out") from None
-        lines = advice(watch, error)
-        if not lines:
-            raise
-        print_advice(lines, world)
-        return CRASHED
+        raise
 
 
 def _uses_compiler(plan: Plan, device: Device) -> bool:

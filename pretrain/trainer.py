@@ -33,12 +33,11 @@ from pretrain.engine.recipe import keep_states
 from pretrain.engine.steps import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.engine.update_statistics import measure_updates
-from pretrain.errors import FINISHED, STOPPED, ConfigError, counted
+from pretrain.errors import CRASHED, FINISHED, STOPPED, ConfigError, counted
 from pretrain.monitor.announce import EARLY_STOP, BatchRamp, announce_start
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.read_run_folder import is_evaluated, newest_recorded
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.early_stopping import EarlyStopping, early_end_line
 from pretrain.resilience.guard import Guard
 from pretrain.resilience.replicas import ReplicaCheck
@@ -49,14 +48,25 @@ from pretrain.step_loop import StepLoop
 from pretrain.terminal import Screen, clear_status, status
 
 
-def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankGuards,
-          weights: InitialWeights | None = None) -> int:
+def train(plan: Plan, world: World, guards: RankGuards, weights: InitialWeights | None = None) -> int:
     """Run the plan, resuming from the newest good checkpoint if there is one. Returns the exit code.
 
-    Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `callbacks`: others
-    than those of the core and of extensions.
+    Without a checkpoint, the run begins with `weights`, or with random weights if this is None.
     """
-    callbacks = [*callbacks, *callbacks_of(plan)]
+    callbacks = callbacks_of(plan)
+    try:
+        return _train(plan, world, callbacks, guards, weights)
+    except (MemoryError, RuntimeError, OSError) as error:
+        lines = [line for callback in callbacks for line in callback.explains(error)]
+        if not lines:
+            raise
+        for number, line in enumerate(lines):  # of this rank: other ranks may have no error
+            print(f"ds-pretrain: {'' if number else 'error: '}rank {world.rank}: {line}", file=sys.stderr, flush=True)
+        return CRASHED
+
+
+def _train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankGuards,
+           weights: InitialWeights | None) -> int:
     resume = _connect(plan, world, guards, weights)
     missing = [] if resume is None else from_rank_0(functools.partial(_missing_evaluations, resume))
     if resume is not None and resume.manifest.step >= resume.plan.last_step and not missing:
@@ -66,7 +76,7 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
         return _report_early_stop(resume, world, guards)
     if resume is not None:
         plan = resume.plan
-    call = Callbacks([*_core_callbacks(plan, resume), *callbacks])
+    call = Callbacks([*_core_callbacks(plan), *callbacks])
     call.connected(plan)
     if resume is None or resume.manifest.weights_only:
         call.before_engine(_trial(plan, world, guards,
@@ -90,10 +100,10 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
     return FINISHED if loop.run.is_done or loop.run.step >= plan.last_step else STOPPED
 
 
-def _core_callbacks(plan: Plan, resume: Resume | None) -> Iterator[Callback]:
+def _core_callbacks(plan: Plan) -> Iterator[Callback]:
     """Yield the callbacks that the core brings; each says in its class when it runs."""
     args = plan.args
-    yield from (EarlyStopping.of_flags(args), BatchRamp(), DataWatch(resume))
+    yield from (EarlyStopping.of_flags(args), BatchRamp())
     if args.replica_check_interval:
         yield ReplicaCheck(args.replica_check_interval)
 
@@ -188,7 +198,10 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: Callbac
                    is_branch=resume is not None and resume.branch is not None,
                    warnings=[*(resume.warnings if resume else ()), *start.warnings], operators=own.operators)
     run = Run(plan, world, engine, folder, screen, guards.watchdog, meter, requests.reject, start.step,
-              start.consumed_samples, loaders={name: open_loader(engine, plan, name) for name in plan.datasets})
+              start.consumed_samples, loaders={name: open_loader(engine, plan, name) for name in plan.datasets},
+              resume=resume)
+    if resume is not None and resume.other_data:
+        folder.event("other_data", step=resume.manifest.step, reason=resume.other_data)
     guard = Guard(plan, engine, folder, screen, on_bad_step=functools.partial(callbacks, "bad_step", run))
     guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
     callbacks("start", run)

@@ -1,4 +1,4 @@
-"""The files through which one follows a save: those that it executes are those that the page draws, and no others."""
+"""The files through which one follows a save and a resume: those that these execute are those that the page draws."""
 
 import importlib
 import inspect
@@ -7,57 +7,87 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from pretrain.callback import Callback, UpdatePart
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT
 
-MOST_FILES = 10  # that one opens to follow a save; this number only goes down
+MOST_FILES = {"save": 10, "resume": 18}  # that one opens to follow each; these numbers only go down
 _PROGRAM = """
 import json, sys, threading
-from pretrain import trainer
+from pretrain import train, trainer
 from pretrain.step_loop import StepLoop
-from pretrain.train import main
 
-files, save = set(), StepLoop._save
+files, save, begin_loop = set(), StepLoop._save, trainer._begin_loop
 
 def note(frame, event, argument):
     if event == "call":
         files.add(frame.f_code.co_filename)
 
-def noted(*args, **kwargs):
-    sys.setprofile(note)
-    threading.setprofile(note)
+def watch(function):
+    sys.setprofile(function)
+    threading.setprofile(function)
+
+def noted_save(*args, **kwargs):
+    watch(note)
     try:
         return save(*args, **kwargs)
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+        watch(None)
 
-StepLoop._save = noted
-code = main(sys.argv[1:])
+def not_noted(*args, **kwargs):
+    watch(None)
+    return begin_loop(*args, **kwargs)
+
+if sys.argv[1] == "save":
+    StepLoop._save = noted_save
+else:  # until the state is loaded
+    trainer._begin_loop = not_noted
+    watch(note)
+code = train.main(sys.argv[2:])
 print("FILES", json.dumps(sorted(files)))
 """
 
 
-def test_a_save_executes_the_files_that_the_page_draws(corpus: str, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(config(1, micro=2)))
-    given = {**flags(corpus, layers=1, hidden=32, steps=2), "deepspeed_config": "ds.json", "save": "run",
-             "save_interval": 1}
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, *(f"--{key}={value}" for key, value in given.items())],
-                          cwd=tmp_path, capture_output=True, text=True, check=True)
-    executed = {str(Path(file).relative_to(ROOT / "pretrain")) for file in json.loads(done.stdout.split("FILES")[1])
-                if Path(file).is_relative_to(ROOT / "pretrain")}
-    walked = {file for file in executed if file.startswith("checkpoint/")} | {"step_loop.py"}
-    assert len(walked) <= MOST_FILES
-    (drawing,) = re.findall(r"## A save\n.*?```log\n(.*?)```", (ROOT / "pretrain/README.md").read_text(), re.DOTALL)
+@pytest.fixture(scope="module")
+def executed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Return the files below pretrain/ that a save executes, and those of a resume in another layout."""
+    folder, found = tmp_path_factory.mktemp("walks"), {}
+    given: dict[str, Any] = {**flags(corpus, layers=1, hidden=32, steps=3), "save": "run", "save_interval": 1}
+    for walk, stage in (("save", 1), ("resume", 3)):
+        (folder / f"{walk}.json").write_text(json.dumps(config(stage, micro=2)))
+        of_walk = {**given, "deepspeed_config": f"{walk}.json", **({"exit_step": 2} if walk == "save" else {})}
+        done = subprocess.run([sys.executable, "-c", _PROGRAM, walk, *(f"--{key}={value}"
+                                                                       for key, value in of_walk.items())],
+                              cwd=folder, capture_output=True, text=True, check=True)
+        files = map(Path, json.loads(done.stdout.split("FILES")[1]))
+        found[walk] = {str(file.relative_to(ROOT / "pretrain")) for file in files
+                       if file.is_relative_to(ROOT / "pretrain")}
+    return found
+
+
+def _drawn(title: str) -> set[str]:
+    """Return the files in a drawing of the page."""
+    (drawing,) = re.findall(rf"## {title}\n.*?```log\n(.*?)```", (ROOT / "pretrain/README.md").read_text(), re.DOTALL)
     folder, drawn = "", set()
     for line in drawing.splitlines():
         if line.endswith("/"):
             folder = line
-        elif name := re.match(r" *(\w+\.py):", line):
-            drawn.add(folder + name[1])
-    assert walked == drawn
+        elif names := re.match(r" *((?:\w+\.py,? )*\w+\.py):", line):
+            drawn |= {folder + name for name in names[1].replace(",", "").split()}
+    return drawn
+
+
+@pytest.mark.parametrize(("walk", "title", "entry"), [("save", "A save", "step_loop.py"),
+                                                      ("resume", "A resume in another layout", "trainer.py")])
+def test_the_files_of_a_walk_are_those_that_the_page_draws(walk: str, title: str, entry: str,
+                                                           executed: dict[str, set[str]]) -> None:
+    walked = {file for file in executed[walk] if file.startswith("checkpoint/")} | {entry}
+    assert walked == _drawn(title)
+    assert len(walked) <= MOST_FILES[walk]
 
 
 def _parts() -> list[str]:

@@ -48,9 +48,6 @@ _KINDS: dict[str, Problem] = {
                            ("save", "start")),
     "after_save_failed": Problem("a checkpoint was not mirrored, or older ones not removed: {reason}",
                                  "look at the storage", ("mirror", "prune", "start", "finished")),
-    "data_changed": Problem("a file of the data was changed: {reason}", "do not write to the data of a run"),
-    "data_replaced": Problem("a file of the data was replaced or removed: {reason}",
-                             "restore the file before the next start", ("start", "finished")),
     "verify": Problem("{reason}"),
 }
 

@@ -44,7 +44,7 @@ from pretrain.distributed.process import PROGRAM, ROOT, free_port, port_is_free
 from pretrain.distributed.tcp_store import secret_variable
 from pretrain.errors import CRASHED, ConfigError, counted
 from pretrain.extension import LAUNCHER
-from pretrain.memory.memory_watch import plan_remarks
+from pretrain.memory.plan_remarks import plan_remarks
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start, release_of_dead_owner
 

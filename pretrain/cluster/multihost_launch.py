@@ -55,7 +55,7 @@ from pretrain.distributed.process import PROGRAM
 from pretrain.distributed.world import DEFAULT_MASTER_PORT, world_from_environment
 from pretrain.errors import REJECTED, ConfigError, counted
 from pretrain.extension import LAUNCHER
-from pretrain.memory.memory_watch import plan_remarks
+from pretrain.memory.plan_remarks import plan_remarks
 from pretrain.monitor.read_run_folder import newest_start
 from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start

@@ -12,14 +12,14 @@ from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, next_line, text, whole_number
 from pretrain.commands.next_command import after_check, before_check
 from pretrain.config.flags.parse import parse_arguments, parse_before_run
+from pretrain.config.json_rates import rate_of
 from pretrain.config.plan import Plan, batches_text
-from pretrain.config.rate_notes import rate_of
 from pretrain.config.schedule import rates_text, schedule_text
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError, counted
 from pretrain.memory.hardware import find_gpu
-from pretrain.memory.memory_watch import plan_remarks
+from pretrain.memory.plan_remarks import plan_remarks
 from pretrain.model.attention_memory import expected_operator
 from pretrain.model.recomputed_flops import more_flops
 from pretrain.terminal import print_rows

@@ -112,6 +112,7 @@ class Plan:
     datasets: dict[str, "SampleDataset"] = field(default_factory=dict)  # by the names that `RunData` describes
     tokenizer: "Tokenizer | None" = None
     eod_token: int | None = None  # end-of-document token
+    data_vocab_size: int | None = None  # of the tokenizer, or of the one that prepared the training data; None: unknown
     unigram_entropy: float | None = None  # nats a token, of the training data; None: no data
     inputs: Mapping[str, Any] = field(default_factory=dict)  # by extension: see Extension.inputs
     overrides: tuple[OverrideRecord, ...] = ()  # changes by --override so far

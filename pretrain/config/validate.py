@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pretrain.active_extensions import inputs_of_extensions, rules_of
+from pretrain.active_extensions import inputs_of_extensions, notes_of_extensions, rules_of
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_flags
@@ -14,7 +14,6 @@ from pretrain.config.model_of_run import (
     with_dropout,
 )
 from pretrain.config.plan import Plan
-from pretrain.config.plan_notes import run_notes
 from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.run_rules import check_each, check_rules
 from pretrain.data.data_spec import names_of_split, planned_samples
@@ -48,10 +47,10 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     _check_validation_data(plan, data)
     _check_evaluations(args, data)
     plan = replace(plan, datasets=data.datasets, tokenizer=data.tokenizer, eod_token=data.eod_token,
-                   unigram_entropy=data.unigram_entropy)
+                   data_vocab_size=data.vocab_size, unigram_entropy=data.unigram_entropy)
     check_each(rules_of(plan), plan)
     plan = replace(plan, inputs=inputs_of_extensions(plan))
-    return replace(plan, notes=run_notes(plan, data))
+    return replace(plan, notes=(*plan.notes, *data.notes, *notes_of_extensions(plan)))
 
 
 def check_settings(args: RunArguments, *, world_size: int, device: Device,

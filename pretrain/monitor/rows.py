@@ -97,8 +97,6 @@ EVENTS = {
                     "the gradient norm is exactly 0 in one of the first ten steps of a start"),
     "rollback": ("number to_step skipped_samples abandoned", "the run returned to an earlier checkpoint"),
     "data_hashed": ("sha256 bin_bytes bin_mtime_ns name", "a source of the training data was hashed completely"),
-    "data_changed": ("", "a file of the data was written to while the run was training, and is hashed again"),
-    "data_replaced": ("", "a file of the data was replaced or removed; the run reads the old one"),
     "other_data": ("", "the data is not that of the checkpoint, which `--override data` allows"),
     "corruption": ("", "copies of a parameter differ between ranks"),
     "hang": ("ranks path", "a rank made no progress within its time-out"),

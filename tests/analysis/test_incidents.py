@@ -22,8 +22,8 @@ def test_what_is_wrong_now_stands_before_what_is_over(tmp_path: Path) -> None:
     spikes = [event("spike", step, f"a spike of the loss: {step}", name="loss") for step in range(10, 47)]
     run = write_run(tmp_path / "run", rows_of(list(range(1, 101))), [
         event("start", 0), *spikes, event("save_failed", 50, "No space left"), event("save", 60),
-        event("save_failed", 85, "No space left"), event("data_changed", 95, "changed")])
-    assert kinds(run) == [("save_failed", True, 1), ("data_changed", False, 1), ("save_failed", False, 1),
+        event("save_failed", 85, "No space left"), event("rollback", 95, "changed")])
+    assert kinds(run) == [("save_failed", True, 1), ("rollback", False, 1), ("save_failed", False, 1),
                           ("spike", False, 37)]
     *_, saved, spike = incidents_of(RunTable(run), now=END)
     assert spike.headline == "37 times, most recently: a spike of the loss: 46"
@@ -69,7 +69,7 @@ def test_the_summary_lists_the_same_in_80_columns(tmp_path: Path) -> None:
     text, where = "\x1b[2J" + "long words " * 20, {"ranks": list(range(99)), "hosts": ["h" * 99]}
     events = [event("start", 0), *(event(kind, 3, text, **where)
                                    for kind in ("corruption", "hang", "rollback", "skip", "spike", "save_failed",
-                                                "data_changed", "guard", "data_replaced"))]
+                                                "verify", "guard", "rejected"))]
     run = write_run(tmp_path / "run", rows_of([1, 2, 3]), [*events, event("stop", 3, "x", exit_code=76)])
     summary = summarize(run)
     lines = incident_lines(summary.incidents)

@@ -1,9 +1,8 @@
-"""Helpers: validate the start of a run, write a checkpoint that has only a manifest, and watch the run's data."""
+"""Helpers: validate the start of a run, and write a checkpoint that has only a manifest."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from pretrain.callback import Run
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, manifest_of
 from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.resume import Resume
@@ -11,8 +10,6 @@ from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.plan import Plan
 from pretrain.distributed.device import cpu_device
-from pretrain.resilience.data_watch import DataWatch
-from tests.support.callback_runs import run_of
 from tests.support.launch import ROOT
 
 
@@ -40,28 +37,3 @@ def write_checkpoint(plan: Plan, **changes: object) -> Manifest:
 
 def hash_data(plan: Plan) -> None:
     same_data.hash_if_fast(plan.datasets["train"].sources[0], seconds=600)
-
-
-class Lines:
-    """Stands for the screen and the run folder of a run, and collects what is written."""
-
-    run: Run
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    def event(self, kind: str, **_: object) -> None:
-        self.lines.append(kind)
-
-
-def watch_data(start: Start) -> tuple[DataWatch, Lines, list[str]]:
-    """Watch the data of a run. Return the lines and the rejections that this writes, too."""
-    output, rejections = Lines(), list[str]()
-    watch = DataWatch(start.resume)
-    output.run = run_of(start.plan, folder=output, screen=output, reject=rejections.append)
-    output.run.step = 1
-    watch.start(output.run)
-    return watch, output, rejections

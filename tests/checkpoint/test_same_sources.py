@@ -1,20 +1,17 @@
-"""Blends that a resume accepts or rejects, and the hashes of several sources."""
+"""Blends that a resume accepts or rejects."""
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.start import Start
-from pretrain.data.token_files.hashes import hashes_path, read_hashes
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.errors import ConfigError
-from tests.checkpoint.starts import resumed, start_run, watch_data, write_checkpoint
-from tests.support.big_data import change_token, write_big_data
+from tests.checkpoint.starts import resumed, start_run, write_checkpoint
+from tests.support.big_data import change_token
 
 Starter = Callable[..., Start]
 NAMES = ("web", "code", "books")
@@ -111,25 +108,3 @@ def test_sources_must_have_the_same_tokenizer(start: Starter, tmp_path: Path) ->
         file.truncate(100)
     with pytest.raises(ConfigError, match=r"code\.bin: found 100 bytes \(truncated"):
         start()
-
-
-def test_sources_are_hashed_one_after_another(start: Starter, tmp_path: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        write_big_data(tmp_path / name, num_blocks=2)
-    monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
-    monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
-    started = start()
-    watch, output, rejections = watch_data(started)
-    most, deadline = 0, time.monotonic() + 900
-    sources = started.plan.datasets["train"].sources
-    while any(source.hashes is None for source in sources) and time.monotonic() < deadline:
-        most = max(most, sum(source.is_hashing for source in watch.sources))
-        watch.end_step(output.run)
-        time.sleep(0.01)
-    watch.close(output.run)
-    assert (most, output.lines, rejections) == (1, [same_data.HASHED_EVENT] * 3, [])
-    assert [read_hashes(hashes_path(tmp_path / name)) for name in NAMES] == [source.hashes for source in sources]
-    paths = {same_data.fallback_path(started.plan, source).name for source in sources}
-    assert len(paths) == 3
-    assert all(name.startswith("train_data.") for name in paths)

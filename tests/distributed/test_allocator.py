@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.distributed.process import jemalloc_environment
+from pretrain.distributed.process import is_out_of_memory, jemalloc_environment
 
 RESTART = """
 import os, sys
@@ -67,3 +67,11 @@ def test_a_program_inside_another_process_is_not_restarted(tmp_path):
                             env={**environment, "DS_ACCELERATOR": "cpu", "PROGRAM": str(program)},
                             capture_output=True).stdout
     assert output.split()[1:] == ["False", "0", "x"]
+
+
+@pytest.mark.parametrize(("error", "is_memory"), [
+    (MemoryError(), True), (OSError(12, "Cannot allocate memory"), True),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (RuntimeError("std::bad_alloc"), True),
+    (RuntimeError("shapes do not match"), False), (OSError(28, "No space left on device"), False)])
+def test_out_of_memory_errors_are_recognized(error: Exception, is_memory: bool) -> None:
+    assert is_out_of_memory(error) == is_memory

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pretrain.active_extensions import extensions
 from pretrain.distributed.device import compiles_cuda
 from tests.distributed.test_ds_configs import EXPERTS, FILES, ranks_of
 from tests.gpu.runs import Run, kernels_compute, relative_difference, start
@@ -97,6 +98,7 @@ def predicted_and_measured(run: Run) -> list[float]:
     return [float(found[i]) * (1024 if found[i + 1] == "GiB" else 1) for i in (1, 3)]
 
 
+@pytest.mark.skipif("memory_watch" not in {each.name for each in extensions()}, reason="no extension prints the line")
 @pytest.mark.parametrize("extra", [{}, {"recompute": "blocks"}, {"plain_operators": "true"}],
                          ids=["usual", "recompute", "plain"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -19,7 +19,7 @@ import torch
 
 from pretrain.active_extensions import request_files
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
-from pretrain.checkpoint.format.run_checkpoints import parse_manifest
+from pretrain.checkpoint.format.run_checkpoints import has_ended, parse_manifest
 from pretrain.checkpoint.format.shard_index import index_name
 from pretrain.checkpoint.load import load_checkpoint
 from pretrain.checkpoint.load.agree_on_checkpoint import agree_on_checkpoint, agree_on_data
@@ -109,7 +109,7 @@ def save(ranks: Ranks) -> None:
         if rank == 0:
             with quick_clock(parts_until):
                 commit(temporary, pretended_manifest(ranks.plan, step, save_id), timeout_s=600,
-                       has_ended=partial(writer.has_ended, ranks.checkpoints))
+                       has_ended=partial(has_ended, ranks.checkpoints))
             prune(ranks.checkpoints, keep_checkpoints=2, keep_every=0, keep_best=0, verified=set())
 
 

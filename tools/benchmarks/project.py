@@ -26,7 +26,6 @@ from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output
 from pretrain.engine.steps import open_loader, train_batch
-from pretrain.memory.memory_watch import MemoryWatch
 from pretrain.monitor.read_run_folder import read_events
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.launcher_watch import LauncherWatch
@@ -92,9 +91,8 @@ def loop(job: BaselineJob, requests: RequestLoop) -> None:
         return losses[0]
 
     step_loop.train_batch = train_batch_on_request
-    watch = MemoryWatch.before_build(plan, world)
     with rank_guards(Path(plan.args.save), world, TimeOuts.from_flags(plan.args), LauncherWatch(world)) as guards:
-        trainer.train(plan, world, [watch], guards)
+        trainer.train(plan, world, guards)
 
 
 def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:

@@ -7,8 +7,9 @@ holds NaN or infinity.
 import hashlib
 import json
 import math
+import os
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from pretrain.checkpoint.format.hashed_files import FileRecord
@@ -219,6 +220,20 @@ class Manifest:
             if device != "none":
                 parts.append(f"{offloaded} on {device}")
         return ", ".join(parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the text, which has the hashes of all files."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def origin_in(self, folder: Path) -> Origin | None:
+        """Return where the first weights of the run came from; None: random weights.
+
+        Imported weights without a record are their own origin: the checkpoint in this folder.
+        """
+        if self.origin is not None:
+            return Origin(**self.origin)
+        return Origin(os.path.abspath(folder), os.path.abspath(folder), self.fingerprint) if self.weights_only else None
 
     def to_json(self) -> str:
         """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""

@@ -3,18 +3,23 @@
 A checkpoint is complete if its manifest is intact, every file that the manifest names has the recorded size, and the
 step in the folder's name is the manifest's. It is good unless the manifest says that it holds NaN or infinity. The
 files themselves are not read; `verify.find_damage` compares their hashes.
+
+A rank's background writer locks a file in the folder while it works: a start waits for it.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest
-from pretrain.errors import ConfigError, counted, file_errors, printable, reason_of, shorten
-from pretrain.paths import for_each_file, status_of
+from pretrain.errors import ConfigError, SaveError, counted, file_errors, printable, reason_of, shorten
+from pretrain.paths import for_each_file, lock, status_of
 from pretrain.stored_json import open_regular, parse_json, read_text
 
 ReadManifest = Callable[[Path], Manifest]  # raises ConfigError
@@ -22,6 +27,7 @@ LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest chec
 _FOLDER_NAME = re.compile(r"global_step(\d+)")
 _FILES = '\n "files": '  # begins the last but one key of the text; at the top level, the indentation is 1
 _HEAD_BYTES = 2**13  # that are read at a time
+_POLL_S = 0.1
 
 
 def files_in(folder: Path) -> list[str]:
@@ -211,3 +217,49 @@ def newest_step(checkpoints: Path) -> int:
         found = newest_good(checkpoints)
         return found[1].step if found else 0
     return 0
+
+
+def _lock_of(checkpoints: Path, rank: int) -> Path:
+    """Return the path of a rank's lock file."""
+    return checkpoints / f".writer-{rank:05d}.lock"
+
+
+def hold_lock(checkpoints: Path, rank: int) -> TextIO:
+    """Lock the file of `rank`'s writer until the returned file is closed. Waits for an earlier run's writer."""
+    file = open(_lock_of(checkpoints, rank), "a", encoding="utf-8")  # noqa: SIM115 (the open file holds the lock)
+    lock(file.fileno(), fcntl.LOCK_EX)
+    return file
+
+
+def has_ended(checkpoints: Path, rank: int) -> bool:
+    """Return whether the writer of `rank` has ended.
+
+    The result is False on file systems without locks. It is wrong for another host's writer on file systems where only
+    processes of the same host see a lock; callers check `SaveJob.locks_are_shared`.
+    """
+    path = _lock_of(checkpoints, rank)
+    return path.exists() and _is_free(path) is True
+
+
+def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str], None] = lambda _: None) -> None:
+    """Wait until the writers of an earlier run, which may have been killed, have finished their saves.
+
+    Raises SaveError after `timeout_s` seconds.
+    """
+    locks = list(checkpoints.glob(".writer-*.lock"))
+    busy = [path for path, is_free in zip(locks, for_each_file(_is_free, locks), strict=True) if is_free is False]
+    deadline = time.monotonic() + timeout_s
+    if busy:
+        log("waiting for a background writer of an earlier run")
+    for path in busy:
+        while _is_free(path) is False:
+            if time.monotonic() > deadline:
+                raise SaveError(f"{path}: a background writer of an earlier run is still saving after {timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+
+def _is_free(path: Path) -> bool | None:
+    """Return whether the lock is free; None if the file system has no locks."""
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        return lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)  # several processes can check with a shared lock
+    return True

@@ -13,14 +13,15 @@ the complete parameter, start, length, offset], and for a part also [dim, ranges
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from deepspeed import DeepSpeedEngine
+from torch import nn
 
 from pretrain.checkpoint.format.fragments import (
     FileLocation,
@@ -259,3 +260,20 @@ def _check_ranges(where: str, shape: tuple[int, ...], parts: list[Part]) -> None
     if covered != shape[dim]:
         raise ConfigError(where, problem=f"the shard indexes have only the first {covered} of {shape[dim]} indexes of "
                           f"dimension {dim}", remedy="use another checkpoint")
+
+
+@runtime_checkable
+class WithBuffers(Protocol):
+    """A layer with buffers that belong to the model's state, such as the biases by which routers balance experts.
+
+    No optimizer changes them. They are small, so that every model-states file of a checkpoint has all of them.
+    """
+
+    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield them by their names in this layer."""
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent floating-point buffers of this rank's layers, by name."""
+    return {f"{prefix}.{name}": buffer for prefix, layer in module.named_modules() if isinstance(layer, WithBuffers)
+            for name, buffer in layer.persistent_buffers()}

@@ -25,6 +25,7 @@ from pretrain.checkpoint.format.run_checkpoints import (
     read_head,
     read_manifest,
     step_of,
+    wait_for_writers,
 )
 from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damage, unexpected_files
 from pretrain.checkpoint.load.hf_folder import HFFolder, expected_hashes, hash_files
@@ -33,7 +34,6 @@ from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_res
 from pretrain.checkpoint.save.commit import remove_leftovers, save_errors, write_latest
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints
 from pretrain.checkpoint.save.retention import abandoned_save_ids, move_abandoned
-from pretrain.checkpoint.save.writer import wait_for_writers
 from pretrain.config.plan import Plan
 from pretrain.data.samples.dataset import source_records
 from pretrain.distributed.collectives import from_rank_0, gather, gather_problems, rejected_together, wait_until_all

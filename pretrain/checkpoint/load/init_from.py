@@ -68,18 +68,6 @@ def find_initial_weights(init_from: str, read: ReadManifest = read_manifest) -> 
         found, source_name(init_from)))
 
 
-def origin_of(folder: Path, manifest: Manifest) -> Origin | None:
-    """Return where the first weights of a checkpoint's run came from; None: random weights.
-
-    Imported weights without a record are their own origin.
-    """
-    if manifest.origin is not None:
-        return Origin(**manifest.origin)
-    if not manifest.weights_only:
-        return None
-    return Origin(os.path.abspath(folder), os.path.abspath(folder), manifest_fingerprint(manifest))
-
-
 def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
     """Raise ConfigError if a run that resumes from a checkpoint did not start from the weights of --init_from.
 
@@ -88,7 +76,7 @@ def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
     where, remedy = f"--init_from {shorten(init_from)}", "leave --init_from out, or choose another --save"
     if manifest.weights_only:
         raise ConfigError(where, problem=f"the run folder already holds weights to start from, {folder}", remedy=remedy)
-    origin = origin_of(folder, manifest)
+    origin = manifest.origin_in(folder)
     if origin is not None and origin.name in (init_from, os.path.abspath(init_from)):
         return
     with contextlib.suppress(ConfigError):
@@ -108,14 +96,9 @@ def _of_checkpoint(init_from: str, path: Path, read: ReadManifest) -> InitialWei
         raise ConfigError(f"--init_from {shorten(init_from)}", problem=NOT_FINITE, remedy="use another checkpoint")
     where = f"{folder / MANIFEST}: model"
     model = SavedModel(model_config_from(manifest.model, where), where)
-    origin = Origin(source_name(init_from), os.path.abspath(folder), manifest_fingerprint(manifest))
+    origin = Origin(source_name(init_from), os.path.abspath(folder), manifest.fingerprint)
     return InitialWeights((folder, manifest), model, origin, tuple(f"not used for --init_from: {error}"
                                                                    for error in errors))
-
-
-def manifest_fingerprint(manifest: Manifest) -> str:
-    """Return the SHA-256 of a checkpoint's manifest, which has the hashes of all its files."""
-    return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 
 def origin_of_folder(found: HFFolder, name: str) -> Origin:
@@ -160,7 +143,7 @@ def find_branch(args: RunArguments, read: ReadManifest = read_manifest) -> tuple
 
 def branch_of(folder: Path, manifest: Manifest) -> Branch:
     """Return the record of a branch from this checkpoint."""
-    return Branch(str(_run_of(folder)), manifest.step, os.path.abspath(folder), manifest_fingerprint(manifest))
+    return Branch(str(_run_of(folder)), manifest.step, os.path.abspath(folder), manifest.fingerprint)
 
 
 def check_same_branch(args: RunArguments, folder: Path, manifest: Manifest) -> None:

@@ -30,6 +30,7 @@ from pretrain.checkpoint.format.shard_index import (
     index_json,
     index_name,
     is_elementwise,
+    own_buffers,
     parse_shard_indexes,
     read_index_texts,
     state_name,
@@ -38,7 +39,7 @@ from pretrain.checkpoint.load.hf_folder import HFFolder
 from pretrain.checkpoint.load.odd_weights import WeightCheck, element
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader, HFWeights, WeightsReader
 from pretrain.checkpoint.load.resume import same_layout
-from pretrain.checkpoint.save.save_checkpoint import FileEngine, own_buffers
+from pretrain.checkpoint.save.save_checkpoint import FileEngine
 from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, optimizer_family
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import any_rank, from_rank_0, rejected_together

@@ -100,7 +100,7 @@ class WeightsReader(ABC):
         return {name: self.tensor(name) for name in self.shapes}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the saved buffers by name: those of `save_checkpoint.WithBuffers`."""
+        """Return the saved buffers by name: those of `shard_index.WithBuffers`."""
         return {}
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -9,7 +9,7 @@ from pretrain.active_extensions import extensions
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, tokenizer_fingerprint
 from pretrain.checkpoint.format.run_checkpoints import checkpoint_folders, newest_good, parse_head, read_manifest
 from pretrain.checkpoint.load.changes import changes_of, continued_schedule
-from pretrain.checkpoint.load.init_from import branch_of, check_origin, check_same_branch, find_branch, origin_of
+from pretrain.checkpoint.load.init_from import branch_of, check_origin, check_same_branch, find_branch
 from pretrain.checkpoint.load.same_data import (
     adopted_data_note,
     blend_note,
@@ -101,7 +101,7 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
         check_same_branch(plan.args, folder, manifest)
     if manifest.weights_only:
         return Resume(folder, manifest, [*warnings, *_check_weights_only(manifest, plan, folder)],
-                      replace(plan, origin=origin_of(folder, manifest)))
+                      replace(plan, origin=manifest.origin_in(folder)))
     return _continue(folder, manifest, warnings, plan, branch, with_record=with_record)
 
 
@@ -133,7 +133,7 @@ def _continue(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan,
     continued = replace(plan, length=length, **schedule.of_plan(plan), notes=(*plan.notes, *filter(None, notes)),
                         overrides=(*manifest.overrides, *(change.record(manifest.step) for change in named_changes)),
                         lineage=(*manifest.lineage, *([branch.record()] if branch else [])),
-                        origin=origin_of(folder, manifest))
+                        origin=manifest.origin_in(folder))
     return Resume(folder, manifest, [*warnings, *filter(None, new_warnings)], continued, other_data, branch)
 
 

@@ -72,7 +72,7 @@ def check_same_data(manifest: Manifest, plan: Plan, folder: Path, consumed: int)
     """Compare the training data with the checkpoint's. `consumed`: samples with which the run continues.
 
     Returns a note if it differs and --override data accepts this, else "". Raises ConfigError for other data. Large
-    data that has no hash yet is compared by samples; `resilience.data_watch` hashes and compares it during training.
+    data that has no hash yet is compared by samples.
     """
     problem = _difference(manifest, plan, folder, consumed)
     if not problem:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from pretrain.checkpoint.format.fragments import FlatTensor, flat_tensors
 from pretrain.checkpoint.format.hashed_files import FileGroup
 from pretrain.checkpoint.format.manifest import Manifest, manifest_of
 from pretrain.checkpoint.format.pickles import load_pickle, rng_file, rng_state, without_enums
-from pretrain.checkpoint.format.shard_index import BUFFERS, index_json, index_name
+from pretrain.checkpoint.format.shard_index import BUFFERS, index_json, index_name, own_buffers
 from pretrain.checkpoint.save.commit import (
     check_space,
     commit,
@@ -235,23 +235,6 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
     index = index_json(engine).encode()
     files.write(temporary / index_name(rank), lambda file: file.write(index))
     return files.error, finite.is_finite()
-
-
-@runtime_checkable
-class WithBuffers(Protocol):
-    """A layer with buffers that belong to the model's state, such as the biases by which routers balance experts.
-
-    No optimizer changes them. They are small, so that every model-states file of a checkpoint has all of them.
-    """
-
-    def persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield them by their names in this layer."""
-
-
-def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent floating-point buffers of this rank's layers, by name."""
-    return {f"{prefix}.{name}": buffer for prefix, layer in module.named_modules() if isinstance(layer, WithBuffers)
-            for name, buffer in layer.persistent_buffers()}
 
 
 def _gather_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

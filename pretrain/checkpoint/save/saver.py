@@ -8,10 +8,11 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.checkpoint.format.manifest import NOT_FINITE
+from pretrain.checkpoint.format.run_checkpoints import has_ended
 from pretrain.checkpoint.format.verify import files_of_rank
 from pretrain.checkpoint.save.background import BackgroundWriter
 from pretrain.checkpoint.save.save_checkpoint import begin_save, manifest_of_engine, save_checkpoint, write_files
-from pretrain.checkpoint.save.writer import SaveJob, SnapshotFiles, has_ended
+from pretrain.checkpoint.save.writer import SaveJob, SnapshotFiles
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import any_rank, from_rank_0, gather, wait_until_all
 from pretrain.errors import SaveError

@@ -12,7 +12,6 @@ a lock. In both cases time-outs replace the locks.
 """
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
@@ -25,16 +24,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pretrain.checkpoint.format.hashed_files import FileGroup, FileRecord
 from pretrain.checkpoint.format.manifest import Manifest
-from pretrain.checkpoint.format.run_checkpoints import parse_head
+from pretrain.checkpoint.format.run_checkpoints import has_ended, hold_lock, parse_head
 from pretrain.checkpoint.save.commit import commit, discard, finish_part, has_part, write_part
 from pretrain.checkpoint.save.mirror import finish_upload, upload
 from pretrain.checkpoint.save.retention import prune
 from pretrain.errors import ConfigError, SaveError
-from pretrain.paths import for_each_file, lock
 from pretrain.stored_json import build
 
 _REPLY_LOCK = threading.Lock()  # the main thread and the thread that runs `_after_save` both reply
@@ -232,52 +230,6 @@ def _wait_for_commit(job: SaveJob) -> Manifest | None:
 
 def _has_ended(job: SaveJob, rank: int) -> bool:
     return job.locks_are_shared and has_ended(Path(job.final).parent, rank)
-
-
-def _path(checkpoints: Path, rank: int) -> Path:
-    """Return the path of a rank's lock file."""
-    return checkpoints / f".writer-{rank:05d}.lock"
-
-
-def hold_lock(checkpoints: Path, rank: int) -> TextIO:
-    """Lock the file of `rank`'s writer until the returned file is closed. Waits for an earlier run's writer."""
-    file = open(_path(checkpoints, rank), "a", encoding="utf-8")  # noqa: SIM115 (the open file holds the lock)
-    lock(file.fileno(), fcntl.LOCK_EX)
-    return file
-
-
-def has_ended(checkpoints: Path, rank: int) -> bool:
-    """Return whether the writer of `rank` has ended.
-
-    The result is False on file systems without locks. It is wrong for another host's writer on file systems where only
-    processes of the same host see a lock; callers check `SaveJob.locks_are_shared`.
-    """
-    path = _path(checkpoints, rank)
-    return path.exists() and _is_free(path) is True
-
-
-def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str], None] = lambda _: None) -> None:
-    """Wait until the writers of an earlier run, which may have been killed, have finished their saves.
-
-    Raises SaveError after `timeout_s` seconds.
-    """
-    locks = list(checkpoints.glob(".writer-*.lock"))
-    busy = [path for path, is_free in zip(locks, for_each_file(_is_free, locks), strict=True) if is_free is False]
-    deadline = time.monotonic() + timeout_s
-    if busy:
-        log("waiting for a background writer of an earlier run")
-    for path in busy:
-        while _is_free(path) is False:
-            if time.monotonic() > deadline:
-                raise SaveError(f"{path}: a background writer of an earlier run is still saving after {timeout_s:g} s")
-            time.sleep(_POLL_S)
-
-
-def _is_free(path: Path) -> bool | None:
-    """Return whether the lock is free; None if the file system has no locks."""
-    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
-        return lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)  # several processes can check with a shared lock
-    return True
 
 
 if __name__ == "__main__":

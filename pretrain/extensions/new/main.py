@@ -48,7 +48,7 @@ from pretrain.extensions.new.files import (
 )
 from pretrain.extensions.new.layout import best_layout
 from pretrain.extensions.new.sizes import FEWEST_STEPS, size_defaults
-from pretrain.memory.memory_watch import plan_remarks
+from pretrain.memory.plan_remarks import plan_remarks
 from pretrain.paths import check_file
 from pretrain.remote import path_or_url
 from pretrain.terminal import print_rows

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrain import step_loop as loop
-from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints
+from pretrain.checkpoint.format.run_checkpoints import complete_checkpoints, wait_for_writers
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save import background
-from pretrain.checkpoint.save.writer import wait_for_writers
 from pretrain.train import main
 from tests.distributed.workers.full_disk import fill_during_saves
 from tests.distributed.workers.hanging import hang

@@ -39,4 +39,4 @@ def test_notes_on_an_expected_curve(world: Path) -> None:
     values["target"]["peak_lr"] = 1e-2
     (world / "ladder-rate.json").write_text(json.dumps(values))
     plan = plan_of(world, {}, extensions={"expected_curve": str(world / "ladder-rate.json")})
-    assert "the peak learning rate is 0.001, and 0.01 in the run that the ladder predicts" in plan.notes[-1]
+    assert "the peak learning rate is 0.001, and 0.01 in the run that the ladder predicts" in " ".join(plan.notes)

@@ -13,7 +13,6 @@ from pretrain.extensions.planner.step_time.block_traffic import Transfer
 from pretrain.extensions.planner.step_time.kernel_time import KernelRates
 from pretrain.extensions.planner.step_time.time_model import StepTime, collective_latency, predict_step
 from pretrain.extensions.planner.step_time.time_parameters import DEFAULT_PARAMETERS, model_error
-from pretrain.memory.compare.changes_that_fit import alternatives
 from pretrain.memory.compare.compare import Workload, estimate_candidate
 from pretrain.memory.hardware import GPUS, make_cluster
 from pretrain.model.config import load_model_config
@@ -145,6 +144,7 @@ def test_a_much_faster_layout_is_preferred_to_a_simpler_one(capsys: pytest.Captu
 
 
 def test_recomputation_is_advised_by_its_cost() -> None:
+    alternatives = pytest.importorskip("pretrain.extensions.memory_watch.changes_that_fit").alternatives
     model = load_model_config("gpt2")
     workload = Workload.of(model, make_cluster(gpu="h100", world_size=1, nodes=None, gpus_per_node=1))
     layout = Layout(zero_stage=3, micro_batch_size=8, gradient_accumulation_steps=1, seq_length=1024)

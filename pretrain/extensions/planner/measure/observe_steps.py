@@ -28,9 +28,8 @@ from pretrain.extensions.planner.measure.tensor_inventory import (
     held_storages,
     unaccounted_bytes,
 )
-from pretrain.memory.cpu_step_peak import call_after_backward
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.storage_tracker import StorageTracker
+from pretrain.memory.storage_tracker import StorageTracker, call_after_backward
 
 _GLOO_RELEASE_S = 0.1  # gloo's threads release a tensor shortly after its collective has finished
 

@@ -21,9 +21,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from pretrain.memory.cpu_step_peak import walk_tensors
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.storage_tracker import storage_of
+from pretrain.memory.storage_tracker import storage_of, walk_tensors
 
 TensorEntry = tuple[str, str, torch.Tensor]  # role, location, tensor
 

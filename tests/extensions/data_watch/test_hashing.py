@@ -14,10 +14,12 @@ from pretrain.checkpoint.load.start import Start
 from pretrain.data.token_files import index_file
 from pretrain.data.token_files.hashes import hashes_path, read_hashes, write_hashes
 from pretrain.errors import ConfigError
-from tests.checkpoint.starts import hash_data, start_run, watch_data, write_checkpoint
+from tests.checkpoint.starts import hash_data, start_run, write_checkpoint
+from tests.extensions.data_watch.watching import watch_data
 from tests.support.big_data import write_big_data
 
 Starter = Callable[..., Start]
+NAMES = ("web", "code", "books")
 
 
 @pytest.fixture
@@ -44,9 +46,9 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_runs_may_hash_the_same_data_at_the_same_time(start: Starter, data: Path,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
-    monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
-    monkeypatch.setattr("pretrain.resilience.data_watch._STORE_S", 0.0)
+    monkeypatch.setattr("pretrain.extensions.data_watch.watch._FAST_S", -1.0)
+    monkeypatch.setattr("pretrain.extensions.data_watch.watch._POLL_S", 0.0)
+    monkeypatch.setattr("pretrain.extensions.data_watch.watch._STORE_S", 0.0)
     starts = [start(data), start(data)]
     runs = [watch_data(each) for each in starts]
     hashed = [each.plan.datasets["train"].sources[0] for each in starts]
@@ -68,7 +70,7 @@ def test_unfinished_hashes_are_continued(start: Starter, data: Path, monkeypatch
     assert indexed.hashes is not None
     complete = indexed.hashes
     write_hashes(hashes_path(data), replace(complete, blocks=complete.blocks[:5]))
-    monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
+    monkeypatch.setattr("pretrain.extensions.data_watch.watch._FAST_S", -1.0)
     again = start(data)
     assert again.plan.datasets["train"].sources[0].hashes is None
     watch, output, _ = watch_data(again)
@@ -83,7 +85,7 @@ def test_data_with_a_large_index_is_hashed_in_the_background(start: Starter, dat
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """A start neither reads nor hashes such an index completely."""
     monkeypatch.setattr(index_file, "SMALL_INDEX_BYTES", 100)
-    monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
+    monkeypatch.setattr("pretrain.extensions.data_watch.watch._POLL_S", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(index_file.IndexFile, "_digest", None)
         first = start(data)
@@ -110,7 +112,7 @@ def test_data_with_a_large_index_is_hashed_in_the_background(start: Starter, dat
 @pytest.mark.root
 def test_hashes_of_read_only_data_are_kept_in_the_run_folder(start: Starter, data: Path, tmp_path: Path,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", 600.0)
+    monkeypatch.setattr("pretrain.extensions.data_watch.watch._FAST_S", 600.0)
     folder, run = tmp_path / "read_only", tmp_path / "run"
     folder.mkdir()
     run.mkdir()
@@ -129,3 +131,25 @@ def test_hashes_of_read_only_data_are_kept_in_the_run_folder(start: Starter, dat
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
     assert (run / "train_data.sha256.json").is_file()
+
+
+def test_sources_are_hashed_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        write_big_data(tmp_path / name, num_blocks=2)
+    monkeypatch.setattr("pretrain.extensions.data_watch.watch._FAST_S", -1.0)
+    monkeypatch.setattr("pretrain.extensions.data_watch.watch._POLL_S", 0.0)
+    blend = [word for name in NAMES for word in ("1", str(tmp_path / name))]
+    started = start_run(tmp_path / "run", "--train_data", *blend, "--seq_length", "16", "--split", "80,20,0")
+    watch, output, rejections = watch_data(started)
+    most, deadline = 0, time.monotonic() + 900
+    sources = started.plan.datasets["train"].sources
+    while any(source.hashes is None for source in sources) and time.monotonic() < deadline:
+        most = max(most, sum(source.is_hashing for source in watch.sources))
+        watch.end_step(output.run)
+        time.sleep(0.01)
+    watch.close(output.run)
+    assert (most, output.lines, rejections) == (1, [same_data.HASHED_EVENT] * 3, [])
+    assert [read_hashes(hashes_path(tmp_path / name)) for name in NAMES] == [source.hashes for source in sources]
+    paths = {same_data.fallback_path(started.plan, source).name for source in sources}
+    assert len(paths) == 3
+    assert all(name.startswith("train_data.") for name in paths)

@@ -1,6 +1,6 @@
-"""Changes of a layout that fit into less memory: `python -m pretrain.memory.compare.changes_that_fit`.
+"""Changes of a layout that fit into less memory: `python -m pretrain.extensions.memory_watch.changes_that_fit`.
 
-A run that ran out of memory (memory_watch.py) starts this process. Its input is a pickled dictionary with the arguments
+A run that ran out of memory (watch.py) starts this process. Its input is a pickled dictionary with the arguments
 of `changes_that_fit`; it prints a title, and one change a line, or nothing.
 """
 

@@ -44,8 +44,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _resume(base: Path, folder: Path) -> Ranks:
     """Resume with short time-outs of the data watch: data of any size is hashed in the background."""
     folder.mkdir()
-    times = {"checkpoint.load.same_data:_FAST_S": -1.0, "resilience.data_watch:_FAST_S": -1.0,
-             "resilience.data_watch:_STATUS_S": 0.1, "resilience.data_watch:_POLL_S": 0.1}
+    times = {"checkpoint.load.same_data:_FAST_S": -1.0, "extensions.data_watch.watch:_FAST_S": -1.0,
+             "extensions.data_watch.watch:_STATUS_S": 0.1, "extensions.data_watch.watch:_POLL_S": 0.1}
     (folder / "faults.json").write_text(json.dumps({
         "set": {f"pretrain.{name}": each for name, each in times.items()},
         "pause_s": 0.3}))  # the hashing process has a low priority

@@ -14,9 +14,9 @@ import pytest
 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.process import jemalloc_environment
-from tests.support.launch import ROOT, WORKERS, free_port, rank_environment, run_ranks
+from tests.support.launch import ROOT, free_port, rank_environment, run_ranks
 
-WORKER = WORKERS / "memory_line_worker.py"
+WORKER = Path(__file__).parent / "memory_line_worker.py"
 NO_JEMALLOC = not jemalloc_environment({})
 MODELS = {"small": ("vocab_size=256,n_layer=4,n_embd=64", 64), "large": ("vocab_size=2048,n_layer=2,n_embd=256", 256)}
 NAMES = {1: (("small", ("zero0_fp32",)),

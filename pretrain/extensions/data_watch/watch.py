@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.callback import Callback, Run
-from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.same_data import (
     HASHED_EVENT,
     OTHER_BYTES,
@@ -38,22 +37,18 @@ class DataWatch(Callback):
 
     order = 80
 
-    def __init__(self, resume: Resume | None) -> None:
-        self._resume = resume
+    def __init__(self) -> None:
         self.sources: list[SourceWatch] = []
         self._next_poll = self._next_status = 0.0
 
     def start(self, run: Run) -> None:
-        plan, folder, resume = run.plan, run.folder, self._resume
-        self._folder = folder
+        plan, folder, resume = run.plan, run.folder, run.resume
         if run.world.rank != 0:
             return
         sources = plan.datasets["train"].sources
         expected: list[str | None] = [None] * len(sources)
         if resume is not None and not resume.manifest.weights_only and not resume.other_data:
             expected = expected_sources(resume.manifest, plan, resume.run)
-        if resume is not None and resume.other_data:
-            folder.event("other_data", step=resume.manifest.step, reason=resume.other_data)
         origin = f"{resume.folder} was trained on" if resume is not None else ""
         self.sources = [SourceWatch(plan, indexed, expected=sha256, origin=origin, reject=run.reject, folder=folder,
                                     screen=run.screen) for indexed, sha256 in zip(sources, expected, strict=True)]

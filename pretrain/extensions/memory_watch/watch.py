@@ -1,35 +1,34 @@
-"""MemoryWatch: measures the memory of a training run, and reports it next to the prediction.
-
-Also the report of a run that ran out of memory, with changes that should fit.
-"""
+"""Measure the memory of a run, and report it next to the prediction; name changes that fit if it was not enough."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import pickle
 import resource
 import subprocess
-import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed import DeepSpeedEngine
+
 from pretrain.callback import Callback, Run, StepResult
 from pretrain.child import child_command
-from pretrain.distributed.device import Device
 from pretrain.distributed.own_gpu import free_gpu_bytes, open_gpu
 from pretrain.distributed.process import is_out_of_memory, resident_bytes
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
-from pretrain.memory.footprint import DEFAULT_MARGIN, with_unit
+from pretrain.memory.footprint import with_unit
+from pretrain.memory.plan_remarks import COMPARE, prediction_text, sizes_by_role
+from pretrain.memory.storage_tracker import call_after_backward, storage_of, walk_tensors
 
 if TYPE_CHECKING:
     from pretrain.config.plan import Plan
     from pretrain.data.loader import MicroBatch
-    from pretrain.memory.cpu_step_peak import StepPeak
 
 REPORTED_STEP = 2  # counted from the start of this process: the first step allocates the optimizer states
 # Growth of a CPU process from its start to the end of a step, without its tensors: library code that is loaded into
@@ -37,9 +36,85 @@ REPORTED_STEP = 2  # counted from the start of this process: the first step allo
 # allocator keeps. Measured: 30 to 213 MiB with models of 0.3 to 25 M parameters.
 PROCESS_GROWTH_BYTES = 256 * 2**20
 
-_COMPARE = "`ds-pretrain compare` compares layouts that fit"
 _MAX_FRACTION = 0.85  # of the failed layout's predicted memory: changes that need more are not suggested
 _UNCERTAIN = 0.03  # fraction of the measured peak from which the line shows a range: see StepPeak
+
+
+class StepPeak:
+    """Peak memory of one training step on a CPU, where torch counts no bytes. The measurement does not slow down
+    the step.
+
+        peak = bytes of the tensors that the engine holds before the step + peak of the bytes that the step allocates
+
+    The first part is the sum of all storages that can be reached from the engine, taken between two steps. The
+    second part comes from counters of jemalloc >= 5.3, which train.py uses if it is installed
+    (pretrain/distributed/process.py): the maximum of (bytes allocated - bytes freed) of the calling thread. On a
+    CPU torch runs forward pass, backward pass and optimizer in this one thread. The counters include blocks that
+    operators allocate internally. Each block counts with the size class that jemalloc rounds it up to.
+
+    A collective's thread may free a tensor last: gloo's threads hold the tensors of a collective until it is
+    complete, and race with the thread that waits for it. For the counters such a tensor stays allocated. Their sum
+    is known at the end of the step: what the counters say has grown, less what the engine holds in addition. The
+    peak is at most that much lower.
+
+    glibc's malloc has no such counters. Without jemalloc the sum is taken once more, after the backward pass of the
+    step.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None  # at most; None if the allocator has no counters
+        self.freed_elsewhere_bytes = 0  # by other threads, so that the peak may be lower by up to that much
+        self.held_bytes: int | None = None  # between backward pass and optimizer step; None if the peak is known
+        self._before_bytes: int | None = None
+        self._counted_before_bytes = 0
+        self._engine: DeepSpeedEngine | None = None  # during the step
+
+    def begin(self, engine: DeepSpeedEngine) -> None:
+        """Call this right before the step, in the thread that runs it."""
+        self._before_bytes = held_bytes(engine)
+        self._engine, self._counted_before_bytes = engine, _thread_bytes()
+        if not _mallctl("thread.peak.reset", None):
+            self._before_bytes = None
+            call_after_backward(engine, lambda: self._record_held(engine))
+
+    def end(self) -> None:
+        """Call this after the step."""
+        engine, self._engine, growth = self._engine, None, ctypes.c_uint64()
+        if self._before_bytes is not None and engine is not None and _mallctl("thread.peak.read", growth):
+            counted = _thread_bytes() - self._counted_before_bytes
+            self.peak_bytes = self._before_bytes + growth.value
+            self.freed_elsewhere_bytes = max(0, counted - (held_bytes(engine) - self._before_bytes))
+
+    def _record_held(self, engine: DeepSpeedEngine) -> None:
+        if self.held_bytes is None:
+            self.held_bytes = held_bytes(engine)
+
+
+def _thread_bytes() -> int:
+    """Return the bytes that the calling thread has allocated, less those that it has freed; 0 without counters."""
+    allocated, freed = ctypes.c_uint64(), ctypes.c_uint64()
+    known = _mallctl("thread.allocated", allocated) and _mallctl("thread.deallocated", freed)
+    return allocated.value - freed.value if known else 0
+
+
+def _mallctl(name: str, value: ctypes.c_uint64 | None) -> bool:
+    """Run a command of jemalloc, or read a value from it (jemalloc(3), MALLCTL NAMESPACE).
+
+    Returns False if malloc is not jemalloc's, or if its version does not have the name.
+    """
+    try:
+        mallctl = ctypes.CDLL(None).mallctl
+    except (OSError, AttributeError):
+        return False
+    size = ctypes.c_size_t(ctypes.sizeof(ctypes.c_uint64))
+    pointers = (None, None) if value is None else (ctypes.byref(value), ctypes.byref(size))
+    return bool(mallctl(name.encode(), *pointers, None, ctypes.c_size_t(0)) == 0)
+
+
+def held_bytes(engine: DeepSpeedEngine) -> int:
+    """Return the bytes of all storages that can be reached from the engine, each counted once."""
+    storages = (storage_of(tensor) for _, tensor in walk_tensors(engine))
+    return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())
 
 
 @dataclass(eq=False)
@@ -52,7 +127,7 @@ class MemoryWatch(Callback):
     world: World
     available_bytes: int  # for tensors, before the engine was built
     resident_at_start_bytes: int  # of this process, before the engine was built; 0 on CUDA
-    step_peak: "StepPeak | None" = None  # measures step REPORTED_STEP; None on CUDA (torch's allocator)
+    step_peak: StepPeak | None = None  # measures step REPORTED_STEP; None on CUDA (torch's allocator)
 
     @classmethod
     def before_build(cls, plan: "Plan", world: World) -> "MemoryWatch":
@@ -62,7 +137,6 @@ class MemoryWatch(Callback):
         if get_accelerator().device_name() != "cpu":
             open_gpu(world)
             return cls(plan, world, free_gpu_bytes(_predicted_bytes(plan)), 0)
-        from pretrain.memory.cpu_step_peak import StepPeak
 
         available = max(0, _available_host_bytes(world.local_size) - PROCESS_GROWTH_BYTES)
         return cls(plan, world, available, resident_bytes()[0], StepPeak())
@@ -102,13 +176,32 @@ class MemoryWatch(Callback):
         if run.steps_here == REPORTED_STEP:
             self._report(run.screen.line)
 
+    def explains(self, error: BaseException) -> list[str]:
+        """Describe an out-of-memory error and list changes that should fit. Returns no lines for any other error.
+
+        Frees the memory that the frames of the error's traceback reference.
+        """
+        if not is_out_of_memory(error):
+            return []
+        measured = with_unit(self.measured_bytes())
+        used = f"the process had grown by {measured}" if self.device_kind == "cpu" else \
+            f"{measured} were in use before the error"
+        lines = [f"out of memory{_location(error)}: {_first_line(error)}"]
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        predicted = self.predicted
+        lines.append(f"predicted {with_unit(predicted.needed_bytes)} of tensors at the peak "
+                     f"({sizes_by_role(predicted)}); {used}; {with_unit(self.available_bytes)} were available for "
+                     "tensors")
+        return lines + _changes_that_fit(self, min(self.available_bytes, int(_MAX_FRACTION * predicted.needed_bytes)))
+
     def _report(self, report: Callable[[str], None]) -> None:
         try:
             predicted = self.predicted
         except ConfigError as error:
             report(f"memory: {self._measurement(None)}; no prediction: {error}")
             return
-        report(f"memory: {_prediction(predicted)}; {self._measurement(predicted)}")
+        report(f"memory: {prediction_text(predicted)}; {self._measurement(predicted)}")
 
     def _measurement(self, predicted: MemoryEstimate | None) -> str:
         """Describe the measurement of the rank with the most memory. Every rank must call this."""
@@ -142,50 +235,11 @@ class MemoryWatch(Callback):
         return f"measured {with_unit(held)} of tensors between backward pass and optimizer step{expected}; {rest}"
 
 
-def plan_remarks(plan: "Plan", device: Device, *, warnings: Sequence[str] = (),
-                 ranks_per_host: int | None = None) -> list[tuple[str, str]]:
-    """Return (kind, text) of what a user should know about a valid run before its start.
-
-    "memory": the prediction; "warning": it does not fit the device; "note": the notes of the plan.
-
-    Args:
-        warnings: other warnings, as of a resume.
-        ranks_per_host: default: all ranks of the run.
-    """
-    notes = [*(("note", note) for note in plan.notes), *(("warning", warning) for warning in warnings)]
-    try:
-        estimate = estimate_memory(plan.model, plan.layout)
-    except ConfigError as error:
-        return [("memory", f"no prediction: {error}"), *notes]
-    needed, ranks = estimate.needed_bytes, ranks_per_host or plan.layout.world_size
-    remarks = [("memory", f"{_prediction(estimate)}, on the rank with the most memory")]
-    if not device.memory_bytes:
-        remarks = [("memory", f"{remarks[0][1]}; the memory of the device is not known on this machine")]
-    elif needed > device.memory_bytes * (1 - DEFAULT_MARGIN):
-        where = "of this host" if device.kind == "cpu" else "of the device"
-        remarks.append(("warning", f"THE RUN DOES NOT FIT: a rank needs {with_unit(needed)}, and the memory {where} is "
-                                   f"{with_unit(device.memory_bytes)}. {_COMPARE}"))
-    elif device.kind == "cpu" and ranks * needed > device.memory_bytes * (1 - DEFAULT_MARGIN):
-        remarks.append(("warning", f"{ranks} ranks do not fit this host: each needs {with_unit(needed)}, and the host "
-                                   f"has {with_unit(device.memory_bytes)}. Use more hosts. {_COMPARE}"))
-    return [*remarks, *notes]
-
-
 def _predicted_bytes(plan: "Plan") -> int:
     """Return what each rank needs, or 0 if that is not known: pipeline stages differ, and not all models have it."""
     with contextlib.suppress(ConfigError):
         return estimate_memory(plan.model, plan.layout).needed_bytes if plan.layout.pipeline_stages == 1 else 0
     return 0
-
-
-def _prediction(estimate: MemoryEstimate) -> str:
-    return f"predicted {with_unit(estimate.needed_bytes)} at the peak ({_sizes_by_role(estimate)})"
-
-
-def _sizes_by_role(estimate: MemoryEstimate) -> str:
-    """List the peak of each role: "parameters 1.2 GiB, gradients ..."."""
-    roles = dict.fromkeys(role for role, _, _ in estimate.peak.rows())
-    return ", ".join(f"{role.replace('_', ' ')} {with_unit(estimate.peak.total(role))}" for role in roles)
 
 
 def _available_host_bytes(local_size: int) -> int:
@@ -201,42 +255,17 @@ def _available_host_bytes(local_size: int) -> int:
     return min(available, max(0, limit - mapped))
 
 
-def advice(watch: "MemoryWatch", error: BaseException) -> list[str]:
-    """Describe an out-of-memory error and list changes that should fit. Returns no lines for any other error.
-
-    Frees the memory that the frames of the error's traceback reference.
-    """
-    if not is_out_of_memory(error):
-        return []
-    measured = with_unit(watch.measured_bytes())
-    used = f"the process had grown by {measured}" if watch.device_kind == "cpu" else \
-        f"{measured} were in use before the error"
-    lines = [f"out of memory{_location(error)}: {_first_line(error)}"]
-    traceback.clear_frames(error.__traceback__)
-    gc.collect()
-    predicted = watch.predicted
-    lines.append(f"predicted {with_unit(predicted.needed_bytes)} of tensors at the peak ({_sizes_by_role(predicted)}); "
-                 f"{used}; {with_unit(watch.available_bytes)} were available for tensors")
-    return lines + _changes_that_fit(watch, min(watch.available_bytes, int(_MAX_FRACTION * predicted.needed_bytes)))
-
-
 def _changes_that_fit(watch: MemoryWatch, budget_bytes: int) -> list[str]:
     """Describe other layouts that fit into a budget. A process of its own compares them: a run does not."""
     request = {"layout": watch.plan.layout, "model": watch.plan.model, "ranks_per_node": watch.world.local_size,
                "budget_bytes": budget_bytes}
     try:
-        search = subprocess.run(child_command("pretrain.memory.compare.changes_that_fit"), check=True,
+        search = subprocess.run(child_command("pretrain.extensions.memory_watch.changes_that_fit"), check=True,
                                 input=pickle.dumps(request), stdout=subprocess.PIPE)
     except (OSError, subprocess.CalledProcessError) as error:
-        return [f"the search for changes that fit failed: {error}. {_COMPARE}"]
+        return [f"the search for changes that fit failed: {error}. {COMPARE}"]
     return search.stdout.decode().splitlines() or [
         "no other layout of these ranks is predicted to fit: use more ranks or a smaller model"]
-
-
-def print_advice(lines: list[str], world: World) -> None:
-    """Print the lines with this rank's number, because other ranks may have enough memory."""
-    print("\n".join(f"ds-pretrain: {'error: ' if not number else ''}rank {world.rank}: {line}"
-                    for number, line in enumerate(lines)), file=sys.stderr, flush=True)
 
 
 def _location(error: BaseException) -> str:

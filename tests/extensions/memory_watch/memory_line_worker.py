@@ -21,7 +21,7 @@ from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_fi
 from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.engine.steps import random_batches, train_batch
-from pretrain.memory.memory_watch import REPORTED_STEP, MemoryWatch
+from pretrain.extensions.memory_watch.watch import REPORTED_STEP, MemoryWatch
 from tests.support.callback_runs import run_of
 from tests.support.cases_loop import each_case
 

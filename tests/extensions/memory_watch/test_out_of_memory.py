@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.config.layout import Layout
-from pretrain.distributed.process import is_out_of_memory
-from pretrain.distributed.world import World
-from pretrain.memory.compare.changes_that_fit import alternatives, differences
+from pretrain.extensions.memory_watch.changes_that_fit import alternatives, changes_that_fit, differences
+from pretrain.memory.compare import compare
 from pretrain.memory.compare.compare import Workload
 from pretrain.memory.hardware import make_cluster
-from pretrain.memory.memory_watch import print_advice
 from pretrain.model.config import load_model_config
 from tests.support.launch import ROOT
 from tests.test_train import _environment
@@ -87,14 +85,10 @@ def test_changes_of_the_recomputation_are_described_by_flags_and_keys() -> None:
     assert differences(blocks, interval) == {}
 
 
-@pytest.mark.parametrize(("error", "is_memory"), [
-    (MemoryError(), True), (OSError(12, "Cannot allocate memory"), True),
-    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (RuntimeError("std::bad_alloc"), True),
-    (RuntimeError("shapes do not match"), False), (OSError(28, "No space left on device"), False)])
-def test_out_of_memory_errors_are_recognized(error: Exception, is_memory: bool) -> None:
-    assert is_out_of_memory(error) == is_memory
-
-
-def test_every_line_of_advice_names_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    print_advice(["one", "two"], World(rank=3, size=4, local_rank=1, local_size=2, launcher="torch"))
-    assert capsys.readouterr().err == "ds-pretrain: error: rank 3: one\nds-pretrain: rank 3: two\n"
+def test_changes_that_fit_begin_with_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "step_estimates", lambda cluster: None)  # no extension predicts step times
+    title, *changes = changes_that_fit(Layout(micro_batch_size=8), load_model_config("gpt2"), ranks_per_node=1,
+                                       budget_bytes=4 * 2**30)
+    assert title == "changes that are predicted to fit, the fewest first:"
+    assert 1 <= len(changes) <= 3
+    assert "," not in changes[0].partition(": ")[0].replace("accumulation steps", "")

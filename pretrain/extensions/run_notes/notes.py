@@ -1,17 +1,17 @@
-"""Notes about a valid run: settings that have no effect, and settings that may surprise the user."""
+"""Notes about a valid run: settings and data that may surprise the user."""
 
 import itertools
+import math
 import os
 import shutil
 from pathlib import Path
 
-from pretrain.active_extensions import advice_on, notes_of_extensions
+from pretrain.active_extensions import advice_on
+from pretrain.config.json_rates import Rate, rate_of
 from pretrain.config.plan import Plan
-from pretrain.config.rate_notes import rate_notes
 from pretrain.config.schedule import rate_factor
 from pretrain.data.data_spec import names_of_split, parse_split
 from pretrain.data.open_datasets import SPLITS
-from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.errors import format_number
@@ -30,16 +30,23 @@ _LARGEST_RATIO = 32
 _CRITICAL_TOKENS = round(2.1e8 * 3.0**-4.8)  # critical batch size at a loss of 3: arXiv 2001.08361, figure 10
 _SMALLEST_TRAINING_PART = 0.9  # fraction of the tokens that the proportions of --split promise
 _LARGEST_DROPOUT = 0.5  # as in the first paper on dropout (arXiv 1207.0580); transformers have 0 to 0.3
+# GPT-3 was trained with the lowest rate in the last 13% of its steps (arXiv 2005.14165, appendix B)
+_LONGEST_TAIL = 0.2  # fraction of the run
+_LONGEST_TAIL_AT_0 = 0.01
+_ALMOST_0, _LOW, _HIGH = 1e-3, 0.5, 0.3  # fractions of the highest rate
+_SAME = 1e-9
+_SHOULD_END = "a decay usually ends where the run ends"
+_LOOKED_AT = 4000  # steps of a run whose rates are computed, evenly spread
+_BEYOND = 64  # lengths of the run after which a schedule has ended
 
 
-def run_notes(plan: Plan, data: RunData) -> tuple[str, ...]:
-    """Return all notes about a run: on its settings, weights, vocabulary, epochs, evaluation and speed."""
-    return (*plan.notes, *_unused_weights_notes(plan), *_vocabulary_notes(plan, data),
-            *_padding_notes(plan, data), *_router_notes(plan),
-            *data.notes, *_split_notes(plan, data), *_epoch_notes(plan, data), *_packing_notes(data),
-            *_evaluation_notes(plan, data), *_length_notes(plan), *rate_notes(plan), *_batch_notes(plan),
-            *_recipe_notes(plan), *_speed_notes(plan), *_size_notes(plan), *_mup_notes(plan),
-            *notes_of_extensions(plan))
+
+def run_notes(plan: Plan) -> tuple[str, ...]:
+    """Return notes about a run: on its weights, vocabulary, epochs, evaluation, rates and speed."""
+    return (*_unused_weights_notes(plan), *_vocabulary_notes(plan), *_padding_notes(plan), *_router_notes(plan),
+            *_split_notes(plan), *_epoch_notes(plan), *_packing_notes(plan), *_evaluation_notes(plan),
+            *_length_notes(plan), *rate_notes(plan), *_batch_notes(plan), *_recipe_notes(plan), *_speed_notes(plan),
+            *_size_notes(plan), *_mup_notes(plan))
 
 
 def _unused_weights_notes(plan: Plan) -> list[str]:
@@ -55,23 +62,23 @@ def _unused_weights_notes(plan: Plan) -> list[str]:
             f"weights. --init_from {folder if Path(model).is_file() else model} starts from them"]
 
 
-def _vocabulary_notes(plan: Plan, data: RunData) -> list[str]:
+def _vocabulary_notes(plan: Plan) -> list[str]:
     """Note a vocabulary that is far larger than tokenizer or data need: unused rows take memory and time."""
-    used, size = data.vocab_size, plan.model.vocab_size
+    used, size = plan.data_vocab_size, plan.model.vocab_size
     if used is None:
         return []
     if size - used <= max(_PADDING, used // 10):
         return []
     fits = f": --model_overrides vocab_size={-(-used // 64) * 64} makes it fit" if plan.args.init_from is None else ""
-    owner = "tokenizer" if data.tokenizer is not None else "data's tokenizer"
+    owner = "tokenizer" if plan.tokenizer is not None else "data's tokenizer"
     return [f"the {owner} has {used:,} tokens and the model's vocabulary {size:,}, of which {size - used:,} are "
             f"never used{fits}"]
 
 
-def _padding_notes(plan: Plan, data: RunData) -> list[str]:
+def _padding_notes(plan: Plan) -> list[str]:
     """Note a token of the data that is the padding token of transformers' module: its vector has no gradient."""
     token = plan.model.padding_token
-    if token is None or token != data.eod_token:
+    if token is None or token != plan.eod_token:
         return []
     return [f"the token {token}, which ends documents, is the model's pad_token_id: transformers does not train the "
             "vector of that token in the embedding. --model_overrides pad_token_id=N, with a token N that the data "
@@ -88,14 +95,14 @@ def _router_notes(plan: Plan) -> list[str]:
             "keeps the bias of the weights"]
 
 
-def _split_notes(plan: Plan, data: RunData) -> list[str]:
+def _split_notes(plan: Plan) -> list[str]:
     """Note a training part of --split with far fewer tokens than its proportion: --split divides documents."""
     if plan.data.module is not None or (plan.data.valid and plan.data.test):
         return []
     own = {"valid": plan.data.valid, "test": plan.data.test}
     fractions = {name: fraction for name, fraction in zip(SPLITS, parse_split(plan.data.split), strict=True)
                  if not own.get(name)}
-    tokens = {name: data.datasets[name].num_tokens for name in fractions if name in data.datasets}
+    tokens = {name: plan.datasets[name].num_tokens for name in fractions if name in plan.datasets}
     found, expected = (sizes["train"] / sum(sizes.values()) for sizes in (tokens, fractions))
     if found >= _SMALLEST_TRAINING_PART * expected:
         return []
@@ -105,9 +112,9 @@ def _split_notes(plan: Plan, data: RunData) -> list[str]:
                 *advice_on("small_training_part"), "--document_separator of `ds-pretrain prepare` divides long ones"])]
 
 
-def _epoch_notes(plan: Plan, data: RunData) -> list[str]:
+def _epoch_notes(plan: Plan) -> list[str]:
     """Note sources that the run reads more than once, and phases of --blend_schedule that it does not reach."""
-    samples, dataset = plan.length.samples, data.datasets["train"]
+    samples, dataset = plan.length.samples, plan.datasets["train"]
     first, last = plan.args.first_sample, plan.args.first_sample + samples
     if not isinstance(dataset, BlendedSamples):
         epochs = samples / dataset.samples_per_epoch
@@ -123,9 +130,9 @@ def _epoch_notes(plan: Plan, data: RunData) -> list[str]:
                     for start in late]
 
 
-def _packing_notes(data: RunData) -> list[str]:
+def _packing_notes(plan: Plan) -> list[str]:
     """Note which fraction of the positions of packed samples has a token."""
-    dataset = data.datasets["train"]
+    dataset = plan.datasets["train"]
     parts = dataset.datasets if isinstance(dataset, BlendedSamples) else (dataset,)
     packed = [f"{part.sources[0].prefix.name} {part.utilization:.2%}" for part in parts
               if isinstance(part, PackedDocuments)]
@@ -136,12 +143,12 @@ def _some(items: list[str]) -> str:
     return ", ".join(items[:8]) + (f" and {len(items) - 8} more sources" if len(items) > 8 else "")
 
 
-def _evaluation_notes(plan: Plan, data: RunData) -> list[str]:
-    names = names_of_split(data.datasets, "valid")
+def _evaluation_notes(plan: Plan) -> list[str]:
+    names = names_of_split(plan.datasets, "valid")
     if not names:
         return ["no validation data: nothing is evaluated while training"]
     needed = plan.args.eval_steps * plan.layout.global_batch_size
-    small = {name: samples for name in names if (samples := data.datasets[name].samples_per_epoch) < needed}
+    small = {name: samples for name in names if (samples := plan.datasets[name].samples_per_epoch) < needed}
     if not small:
         return []
     if names == ["valid"]:
@@ -264,3 +271,56 @@ def _mup_notes(plan: Plan) -> list[str]:
     multiplier, rate = width_multiplier(plan.model, width), plan.get("optimizer.params.lr")
     return [f"muP: the model is {multiplier:g} times as wide as its base model; the peak learning rate of its "
             f"matrices, embeddings aside, is {rate / multiplier:g}, and that of all other parameters {rate:g}"]
+
+
+def rate_notes(plan: Plan) -> list[str]:
+    """Return notes about the rates of a run: a long end at the lowest rate, a warm-up or a decay that it cuts off."""
+    flag = "the JSON's scheduler" if plan.schedule is None else f"--lr_schedule {plan.schedule.kind}"
+    note = length_note(rate_of(plan), plan.train_steps)
+    return [f"{flag}: {note}"] if note else []
+
+
+def length_note(rate: Rate, steps: int) -> str:
+    """Return what is unusual about the rates of a run of `steps` steps; "": nothing.
+
+    `rate`: the rate of the next step, after so many updates.
+    """
+    sampled = sorted({round(index * (steps - 1) / _LOOKED_AT) for index in range(_LOOKED_AT + 1)})
+    highest = max(map(rate, sampled))
+    if highest <= 0:
+        return f"the learning rate is 0 in all {steps:,} steps"
+    last, first = rate(steps - 1), _first_of_end(rate, sampled)
+    at_end = steps - first
+    is_0 = last <= _ALMOST_0 * highest
+    falls = first > 1 and rate(first - 2) > rate(first - 1) > last  # not one of several steps down
+    allowed = _LONGEST_TAIL_AT_0 if is_0 else _LONGEST_TAIL
+    if at_end > max(allowed * steps, 1) and (is_0 or (falls and last < _LOW * highest)):
+        return f"the learning rate reaches its lowest value, {last:.3g}, at step {first + 1:,}, and {at_end - 1:,} " \
+               f"of the {steps:,} steps follow with it ({at_end / steps:.0%}); {_SHOULD_END}"
+    return _cut_off_note(rate, steps, highest)
+
+
+def _first_of_end(rate: Rate, sampled: list[int]) -> int:
+    """Return the number of updates after which all steps of the run have the rate of the last one."""
+    last = rate(sampled[-1])
+
+    def differs(done: int) -> bool:
+        return not math.isclose(rate(done), last, rel_tol=_SAME, abs_tol=0)
+
+    before = next((number for number in range(len(sampled) - 1, -1, -1) if differs(sampled[number])), None)
+    if before is None:
+        return 0
+    return next(done for done in range(sampled[before + 1], sampled[before], -1) if differs(done - 1))
+
+
+def _cut_off_note(rate: Rate, steps: int, highest: float) -> str:
+    """Return a note if the run ends in the warm-up, or before most of a decay that ends later; else ""."""
+    last, end = rate(steps - 1), rate(_BEYOND * steps)
+    if last >= highest and rate(steps) > last:
+        return f"the learning rate still rises when the run ends: it is {last:.3g} in the last step, {steps:,}, and " \
+               f"{rate(2 * steps):.3g} would follow {steps:,} steps later; the warm-up is longer than the run"
+    ended = math.isclose(end, rate(_BEYOND * steps - 1), rel_tol=_SAME, abs_tol=0)
+    if steps > 1 and ended and end < _LOW * last and rate(steps - 2) > last > _HIGH * highest:
+        return f"the run ends at step {steps:,} with the learning rate {last:.3g}, {last / highest:.0%} of the " \
+               f"highest one, and before the decay to {end:.3g}; {_SHOULD_END}"
+    return ""
