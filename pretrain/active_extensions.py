@@ -11,17 +11,17 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pretrain.callback import Callback
 from pretrain.cli import OWNED, say
 from pretrain.errors import ConfigError, shorten
 from pretrain.extension import API, BUILT_IN, Extension, Problem, RequestFile
-from pretrain.own_code import described, import_own_module
+from pretrain.own_code import described, own_code_failed, own_object
 from pretrain.paths import RUN_FILES
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from torch.nn import Module
 
-    from pretrain.callback import Callback
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout_rules import Rule
     from pretrain.config.plan import Plan
@@ -80,17 +80,32 @@ def _find() -> None:
 
 
 def activate(spec: str) -> Extension:
-    """Add the extension that --extension names as module:NAME. Returns it. Raises ConfigError."""
+    """Add the extension, or the class of a callback, that --extension names as module:NAME. Raises ConfigError."""
     where = f"--extension {shorten(spec)}"
-    module, colon, name = spec.partition(":")
-    if not module or not colon or not name.isidentifier():
-        raise ConfigError("--extension", found=shorten(spec), expected="a module and a name in it, such as "
-                          "my_module:EXTENSION")
-    found = getattr(import_own_module(module, where), name, None)
+    module = spec.partition(":")[0]
+    found = own_object(spec, where)
     _find()
+    if isinstance(found, type) and issubclass(found, Callback):
+        return _of_callback(found, module, spec, where)
     if isinstance(found, Extension) and found == _declared(_found.get(found.name)):
         return _found[found.name]
     return _add(found, module, f"--extension {spec}", where)
+
+
+def _of_callback(callback: type[Callback], module: str, spec: str, where: str) -> Extension:
+    """Add an extension that brings a callback, made without arguments, to each run. Raises ConfigError."""
+    origin = f"--extension {spec}"
+    known = next((each for each in _found.values() if each.origin == origin), None)
+    if known is not None:
+        return known
+
+    def make(plan: "Plan") -> list[Callback]:
+        try:
+            return [callback()]
+        except TypeError as error:
+            raise own_code_failed(where, f"the call {callback.__name__}()", error) from error
+
+    return _add(Extension(callback.name, "A callback.", callbacks=make), module, origin, where)
 
 
 def _declared(extension: Extension | None) -> Extension | None:
@@ -102,7 +117,8 @@ def _add(declared: Any, module: str, origin: str, where: str = "") -> Extension:
     """Add an extension. Raises ConfigError for one that cannot be used with those that are there."""
     where = where or module
     if not isinstance(declared, Extension):
-        raise ConfigError(where, found=f"a {type(declared).__name__}", expected="an Extension of pretrain.extension")
+        raise ConfigError(where, found=f"a {type(declared).__name__}",
+                          expected="an Extension of pretrain.extension, or the class of a Callback")
     if declared.api > API:
         raise ConfigError(where, problem=f"it was written for version {declared.api} of the interface, and this "
                           f"ds-pretrain has version {API}", remedy="install a newer ds-pretrain")
@@ -174,7 +190,7 @@ def problems() -> dict[str, Problem]:
             for each in extensions() for event, problem in each.problems.items()}
 
 
-def callbacks_of(plan: "Plan") -> "list[Callback]":
+def callbacks_of(plan: "Plan") -> list[Callback]:
     """Return the callbacks of all extensions that the run uses."""
     return [callback for _, make in functions("callbacks", plan.args) for callback in make(plan)]
 

@@ -10,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from pretrain.errors import ConfigError, shorten
 
@@ -35,6 +36,21 @@ def import_own_module(name: str, where: str) -> ModuleType:
         sys.path.remove(folder)
         if folder not in sys.path:
             sys.path.append(folder)
+
+
+def own_object(spec: str, where: str, example: str = "my_module:EXTENSION") -> Any:
+    """Return the object that the user names as module:NAME. Raises ConfigError.
+
+    `where`: the flag or key, and the name. `example`: of such a name.
+    """
+    module, colon, name = spec.partition(":")
+    if not module or not colon or not name.isidentifier():
+        raise ConfigError(where.partition(" ")[0], found=shorten(spec), expected="a module and a name in it, such as "
+                          f"{example}")
+    found = vars(import_own_module(module, where))
+    if name not in found:
+        raise ConfigError(where, problem=f"the module {module} has no {shorten(name)}", word=name, known=found)
+    return found[name]
 
 
 def own_code_failed(where: str, what: str, error: BaseException) -> ConfigError:

@@ -5,6 +5,7 @@
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules shadow none of the standard library's
@@ -16,6 +17,7 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
     restart_with_jemalloc()
 
 from pretrain.active_extensions import around_run, prepare_extensions
+from pretrain.callback import Callback
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.parse import parse_arguments
@@ -45,11 +47,19 @@ def main(argv: list[str] | None = None) -> int:
     bad steps. 77: a rank made no progress (the watchdog ends the process). 130: Ctrl-C before the first step, or a
     second Ctrl-C.
     """
+    return run_to_exit_code(lambda: parse_arguments(argv))
+
+
+def run_to_exit_code(parse: Callable[[], RunArguments], callbacks: Sequence[Callback] = ()) -> int:
+    """Run the program on this rank, and return its exit code: errors are printed as one line.
+
+    `parse` may raise ConfigError. `callbacks`: others than those of extensions.
+    """
     world = ALONE
     ignore_lost_output()
     try:
         world = running_environment()
-        return run(parse_arguments(argv), world)
+        return run(parse(), world, callbacks)
     except ConfigError as error:
         print_error(world, error)
         announce_rejection(world, error)
@@ -72,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def run(args: RunArguments, world: World) -> int:
+def run(args: RunArguments, world: World, callbacks: Sequence[Callback] = ()) -> int:
     """Validate the run, then train. Returns the exit code; raises ConfigError."""
     launcher = LauncherWatch(world)
     device = detect_device()
@@ -85,12 +95,12 @@ def run(args: RunArguments, world: World) -> int:
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash
     with around_run(args, RANK_0, active=world.rank == 0) as report, \
             rank_guards(Path(args.save), world, time_outs, launcher) as guards:
-        code = _train(start, world, device, guards)
+        code = _train(start, world, device, guards, callbacks)
         report(code)
         return code
 
 
-def _train(start: Start, world: World, device: Device, guards: RankGuards) -> int:
+def _train(start: Start, world: World, device: Device, guards: RankGuards, callbacks: Sequence[Callback]) -> int:
     """Import torch and DeepSpeed, then train a validated run. Returns the exit code."""
     plan = start.plan
     status("loading torch and DeepSpeed")
@@ -104,7 +114,7 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
             plan.model.implementation.prove(plan.model, plan.layout.precision, status)
 
     try:
-        return train(plan, world, guards, start.weights)
+        return train(plan, world, callbacks, guards, start.weights)
     except RuntimeError as error:
         if operator := operator_without_variant(error):
             raise ConfigError("--deterministic", problem=f"torch has no deterministic variant of {operator}, which the "

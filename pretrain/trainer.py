@@ -48,12 +48,16 @@ from pretrain.step_loop import StepLoop
 from pretrain.terminal import Screen, clear_status, status
 
 
-def train(plan: Plan, world: World, guards: RankGuards, weights: InitialWeights | None = None) -> int:
+def train(plan: Plan, world: World, others: Sequence[Callback], guards: RankGuards,
+          weights: InitialWeights | None = None) -> int:
     """Run the plan, resuming from the newest good checkpoint if there is one. Returns the exit code.
 
     Without a checkpoint, the run begins with `weights`, or with random weights if this is None.
+
+    Args:
+        others: callbacks besides those of extensions.
     """
-    callbacks = callbacks_of(plan)
+    callbacks = [*callbacks_of(plan), *others]
     try:
         return _train(plan, world, callbacks, guards, weights)
     except (MemoryError, RuntimeError, OSError) as error:

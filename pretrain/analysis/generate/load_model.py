@@ -14,6 +14,7 @@ from pretrain.analysis.generate.decode import LoadedModel
 from pretrain.analysis.model_source import (
     LOCAL_FILES,
     USABLE_MEMORY,
+    EvaluationSource,
     GenerationSource,
     choose_num_devices,
     require_accelerate,
@@ -66,7 +67,7 @@ def _free_memory(kind: str) -> list[int]:
     return [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
 
 
-def empty_model(source: GenerationSource, dtype: str) -> Any:
+def empty_model(source: GenerationSource | EvaluationSource, dtype: str) -> Any:
     """Return the transformers model with parameters on the meta device and buffers on the CPU. Raises ConfigError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -118,8 +119,8 @@ def spread(model: Any, free: Sequence[int]) -> DeviceMap:
     return found
 
 
-def load_model(source: GenerationSource, dtype: str, placement: torch.device | DeviceMap, *, model: Any = None,
-               offload_folder: Path | None = None) -> Any:
+def load_model(source: GenerationSource | EvaluationSource, dtype: str, placement: torch.device | DeviceMap, *,
+               model: Any = None, offload_folder: Path | None = None) -> Any:
     """Return the transformers model with the source's weights. Raises ConfigError.
 
     Host memory holds at most one converted tensor, in addition to the parts of the model that are on the CPU.
@@ -129,7 +130,7 @@ def load_model(source: GenerationSource, dtype: str, placement: torch.device | D
         model: the result of `empty_model`, if there is one already.
         offload_folder: folder for the weights of modules that the device map places on "disk".
     """
-    if source.config is None:
+    if source.config is None or source.hf_folder is not None:
         model = _load_transformers_folder(source.folder, dtype, placement, offload_folder)
     else:
         model = empty_model(source, dtype) if model is None else model
@@ -167,7 +168,7 @@ def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device 
     return model if mapped else model.to(placement)
 
 
-def _fill(model: Any, source: GenerationSource, placement: torch.device | DeviceMap) -> None:
+def _fill(model: Any, source: GenerationSource | EvaluationSource, placement: torch.device | DeviceMap) -> None:
     """Replace each parameter on the meta device by the checkpoint's, one tensor at a time."""
     from pretrain.checkpoint.format.shard_index import FP32  # needs DeepSpeed, transformers folders do not
     from pretrain.checkpoint.load.reader import CheckpointReader
