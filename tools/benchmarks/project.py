@@ -92,7 +92,7 @@ def loop(job: BaselineJob, requests: RequestLoop) -> None:
 
     step_loop.train_batch = train_batch_on_request
     with rank_guards(Path(plan.args.save), world, TimeOuts.from_flags(plan.args), LauncherWatch(world)) as guards:
-        trainer.train(plan, world, guards)
+        trainer.train(plan, world, [], guards)
 
 
 def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
