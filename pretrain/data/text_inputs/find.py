@@ -22,14 +22,22 @@ from pretrain.data.text_inputs.formats import (
     STDIN,
     ByteStream,
     Source,
-    check_supported,
     compression_of,
     decompressed,
     detect_kind,
     input_name,
     open_source,
+    says_jsonl,
     utf16_error,
     utf16_problem,
+)
+from pretrain.data.text_inputs.other_files import (
+    OtherFileError,
+    check_readable,
+    files_by_kind,
+    is_web_page,
+    other_files_error,
+    page_error,
 )
 from pretrain.data.text_inputs.parquet import check_parquet
 from pretrain.data.text_inputs.stored_file import StoredFile, is_remote, local_path, stored_file, stored_files
@@ -56,6 +64,7 @@ class Input:
     stored: StoredFile | None = None  # version of a file at a URL
     dataset: OpenDataset | None = None  # that this file belongs to
     source: str = ""  # the word of the command line that names this file
+    is_web_page: bool = False  # a text file that begins as HTML
     start: int = 0  # byte at which reading begins, or row of a Parquet file: above 0 in a part of a file (parts.py)
     stop: int | None = None  # byte or row before which reading ends; None: it ends with the file
 
@@ -105,6 +114,8 @@ class Inputs:
     """files of folders that are not read: hidden files, checksums and the like"""
     commits: Mapping[str, str] = field(default_factory=dict)
     """"hf://REPOSITORY@REVISION" -> the commit that is read"""
+    other_files: str = ""
+    """files of kinds that hold no text, which are left out"""
 
     @property
     def num_bytes(self) -> int:
@@ -116,7 +127,7 @@ class Inputs:
         """True if there are several formats, files that are not read, files that are read twice, or a dataset."""
         formats = {(file.kind, file.compression) for file in self.files}
         return len(formats) > 1 or bool(self.side_files) or len({file.path for file in self.files}) < len(
-            self.files) or self.dataset is not None
+            self.files) or self.dataset is not None or bool(self.other_files)
 
     @property
     def dataset(self) -> OpenDataset | None:
@@ -140,6 +151,11 @@ class Inputs:
         if self.side_files:
             names = sorted({Path(path).name for path in self.side_files})
             line += f"; not read: {_examples(names)} ({len(self.side_files)} hidden or side files of folders)"
+        if self.other_files:
+            line += f"; left out: {self.other_files}"
+        pages = [Path(file.name).name for file in self.files if file.is_web_page]
+        if pages:
+            line += f"; {counted(len(pages), 'web page')} (HTML: {_examples(pages)}), whose markup becomes tokens, too"
         return printable(line)
 
 
@@ -175,23 +191,27 @@ def find_inputs(words: Sequence[str] | NamedDataset, settings: ReadSettings, ear
     stored = [file for file in dict.fromkeys(file for _, file in found) if isinstance(file, StoredFile)]
     files_of_stores = [(file, None if file.identity in known else file.open()) for file in stored]
 
-    def examine(pair: tuple[StoredFile, Any]) -> Input:
+    def examine(pair: tuple[StoredFile, Any]) -> Input | OtherFileError:
         file, reader = pair
         if reader is None:
             return replace(known[file.identity], path=file.url, stored=file)
         with closing(reader):
-            return _examine(file.url, settings, file, reader)
+            return _examined(file.url, settings, file, reader)
 
     examined = dict(zip(stored, map_in_threads(examine, files_of_stores), strict=True))
-    files = tuple(replace(examined[one] if isinstance(one, StoredFile) else _examine(one, settings), source=word)
-                  for word, one in found)
+    all_files = [(word, examined[one] if isinstance(one, StoredFile) else _examined(one, settings))
+                 for word, one in found]
+    others = [file for _, file in all_files if isinstance(file, OtherFileError)]
+    if others and (not settings.skip_errors or len(others) == len(all_files)):
+        raise other_files_error(others, settings.can_skip and len(others) < len(all_files))
+    files = tuple(replace(file, source=word) for word, file in all_files if isinstance(file, Input))
     if not any(file.num_bytes or file.head for file in files):
         raise ConfigError(without_credentials(" ".join(words)) or "INPUT", problem="there is no text",
                           remedy="give files that are not empty")
     if settings.document_separator and not any(file.kind == "text" for file in files):
         raise ConfigError("--document_separator", problem="it has no effect: none of the inputs is a text file",
                           remedy="leave it out, or give --format text")
-    return Inputs(files, tuple(side_files), commits)
+    return Inputs(files, tuple(side_files), commits, files_by_kind(others))
 
 
 def _files_at(url: str, commits: dict[str, str], side_files: list[str]) -> list[StoredFile]:
@@ -255,6 +275,14 @@ def _is_side_file(name: str, is_folder: bool) -> bool:
     return name == "__pycache__" if is_folder else name in _SIDE_FILES or name.lower().endswith(_SIDE_ENDINGS)
 
 
+def _examined(path: str, settings: ReadSettings, stored: StoredFile | None = None,
+              reader: Any = None) -> Input | OtherFileError:
+    try:
+        return _examine(path, settings, stored, reader)
+    except OtherFileError as error:
+        return error
+
+
 def _examine(path: str, settings: ReadSettings, stored: StoredFile | None = None,
              reader: Any = None) -> Input:
     """Return the input of a file, of a URL, or of standard input, with its format."""
@@ -269,8 +297,9 @@ def _examine(path: str, settings: ReadSettings, stored: StoredFile | None = None
         content, is_complete = _decompressed_head(path, head, compression, reader)
     local_bytes = 0 if path == STDIN or stored is not None else os.path.getsize(path)
     num_bytes = local_bytes if stored is None else stored.size
-    return Input(path, _kind(path, name, content, compression, is_complete, settings, reader), compression, num_bytes,
-                 head if path == STDIN else b"", stored)
+    kind = _kind(path, name, content, compression, is_complete, settings, reader)
+    return Input(path, kind, compression, num_bytes, head if path == STDIN else b"", stored,
+                 is_web_page=kind == "text" and is_web_page(content))
 
 
 def _decompressed_head(path: str, head: bytes, compression: str, reader: Any) -> tuple[bytes, bool]:
@@ -303,7 +332,7 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
           reader: Any) -> str:
     if compression_of(content) and compression:
         raise ConfigError(name, problem="it is compressed twice", remedy="decompress it once")
-    check_supported(content, name)
+    check_readable(content, name)
     if content.startswith(PARQUET):
         if settings.format in ("text", "jsonl"):
             raise ConfigError(name, problem=f"this is a Parquet file; {_KIND_NAMES[settings.format]} is expected")
@@ -318,8 +347,9 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
         raise utf16_error(name, encoding)
     if settings.format != "auto":
         return settings.format
-    is_page = content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
-    if is_page and path.lower().startswith(("http://", "https://")):
+    if is_web_page(content) and path.lower().startswith(("http://", "https://")):
         raise ConfigError(name, problem="the server sends a web page (HTML)", remedy="give the URL of the file itself; "
                           "or, if the page is the text, give --format text")
+    if is_web_page(content) and (says_jsonl(name) or name.lower().endswith(".parquet")):
+        raise page_error(name)
     return detect_kind(content, name, is_complete=is_complete)

@@ -21,19 +21,6 @@ COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET = b"PAR1"
 JSONL_ENDINGS = (".jsonl", ".ndjson", ".json", ".jsonlines")
 _COMPRESSED_ENDINGS = (".gz", ".gzip", ".zst", ".zstd")
-_UNSUPPORTED = {  # first bytes -> (name, remedy)
-    b"BZh": ("a bzip2 file", "decompress it first: bunzip2 FILE"),
-    b"\xfd7zXZ\0": ("an xz file", "decompress it first: unxz FILE"),
-    b"\x04\x22\x4d\x18": ("an lz4 file", "decompress it first: lz4 -d FILE"),
-    b"PK\x03\x04": ("a zip archive", "unpack it first: unzip FILE"),
-    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it first"),
-    b"ARROW1": ("an Arrow file", "write it as Parquet or JSON lines, for example with Dataset.to_parquet"),
-    b"%PDF-": ("a PDF document", "convert it to text first: pdftotext FILE"),
-    b"MMIDIDX": ("the index of token files", "they are prepared already"),
-    b"\x89HDF": ("an HDF5 file", "write it as Parquet or JSON lines"),
-    b"SQLite format 3": ("an SQLite database", "write it as Parquet or JSON lines"),
-    b"\x7fELF": ("a program", "give text"),
-}
 _KEY = rb'"(?:[^"\\\n]|\\.)*"\s*:\s*'
 _OBJECT_BEGINS = re.compile(rb"\s*\{\s*(?:\}|" + _KEY + rb'["{\[\dtfn-])')
 _LIST_OF_OBJECTS_BEGINS = re.compile(rb"\s*\[\s*\{\s*(?:\}|" + _KEY + rb")")
@@ -43,15 +30,6 @@ _MOST_LINES = 100
 def compression_of(head: bytes) -> str:
     """Return "gzip", "zstd" or "" for a file that begins with `head`."""
     return next((name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), "")
-
-
-def check_supported(head: bytes, name: str) -> None:
-    """Raise ConfigError if an input that begins with `head` has a known format that cannot be read."""
-    what, remedy = next((entry for magic, entry in _UNSUPPORTED.items() if head.startswith(magic)), ("", ""))
-    if head[257:262] == b"ustar":
-        what, remedy = "a tar archive", "unpack it first: tar -xf FILE"
-    if what:
-        raise ConfigError(name, problem=f"this is {what}, which is not read", remedy=remedy)
 
 
 def utf16_problem(head: bytes) -> str:

@@ -1,5 +1,6 @@
 """Detection of formats by content, the order of folders and globs, and inputs that cannot be read and are rejected."""
 
+import gzip
 import io
 import os
 import re
@@ -67,8 +68,11 @@ REJECTED = {
     "f": (b"{words\n" + JSONL, "f: line 2 is a JSON object, and line 1 is not. Choose"),
     "g.txt": ("words".encode("utf-16"), "g.txt: found UTF-16 text; expected UTF-8. Convert the file first: iconv -f "
                                         "UTF-16 -t UTF-8 FILE"),
+    "c.jsonl": (b"<!DOCTYPE html><title>404", "c.jsonl: this is a web page (HTML), although the file's name says "
+                                              "otherwise"),
+    "l.parquet": (b"<html>", "l.parquet: this is a web page (HTML), although"),
     "h": (b"BZh91AY", "h: this is a bzip2 file, which is not read. Decompress it first: bunzip2 FILE"),
-    "i.idx": (b"MMIDIDX\0\0", "i.idx: this is the index of token files, which is not read"),
+    "i.idx": (b"MMIDIDX\0\0", "i.idx: this is an index of token files, which is not read"),
     "j": (b"name".ljust(257, b"\0") + b"ustar", "j: this is a tar archive, which is not read. Unpack it first"),
     "k.parquet": (b"PAR1 and nothing else", "k.parquet: this Parquet file is damaged: "),
 }
@@ -78,6 +82,36 @@ REJECTED = {
 def test_content_that_is_in_doubt_or_not_supported_is_rejected(tmp_path: Path, name: str) -> None:
     content, message = REJECTED[name]
     assert message in rejection(find_inputs, [write(tmp_path / name, content)], ReadSettings())
+
+
+OTHERS = {  # as `file` knows them; each has its first bytes
+    "a.pdf": (b"%PDF-1.7\n", "PDF document"), "b.png": (b"\x89PNG\r\n\x1a\n\0", "PNG image"),
+    "c.epub": (b"PK\x03\x04" + bytes(26) + b"mimetypeapplication/epub+zip", "EPUB book"),
+    "d.docx": (b"PK\x03\x04" + bytes(26) + b"[Content_Types].xml", "Office document"),
+    "e.jsonl": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
+    "f.zip": (b"PK\x03\x04" + bytes(26) + b"a.txt", "zip archive"), "g.npy": (b"\x93NUMPY\1\0", "NumPy file"),
+    "h.warc": (b"WARC/1.0\r\n", "WARC file"), "i.jpg": (b"\xff\xd8\xff\xe0", "JPEG image"),
+    "j.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "document of an old Office program"),
+}
+
+
+def test_files_without_text_are_listed_at_once_by_kind(tmp_path: Path) -> None:
+    """Also inside of gzip. With skip_errors they are left out, and described; a folder without text is an error."""
+    for name, (content, _) in OTHERS.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "z.png.gz").write_bytes(gzip.compress(OTHERS["b.png"][0]))
+    (tmp_path / "page.html").write_text("<!doctype html><p>words")
+    line = rejection(find_inputs, [str(tmp_path)], ReadSettings(can_skip=True))
+    assert line.startswith(f"{len(OTHERS) + 1} files: they are not read: 1 PDF document (")
+    assert "2 PNG images (" in line
+    assert all(what in line for _, what in OTHERS.values())
+    assert line.endswith("Convert or move them; --on_error skip leaves them out.")
+    assert rejection(find_inputs, [str(tmp_path / "a.pdf")], ReadSettings(can_skip=True, skip_errors=True)) == \
+        f"{tmp_path}/a.pdf: this is a PDF document, which is not read. Convert it to text first: pdftotext FILE."
+    inputs = find_inputs([str(tmp_path)], ReadSettings(skip_errors=True))
+    assert [Path(file.path).name for file in inputs.files] == ["page.html"]
+    assert "; left out: 1 PDF document (" in inputs.describe()
+    assert inputs.describe().endswith("; 1 web page (HTML: page.html), whose markup becomes tokens, too")
 
 
 def test_a_given_format_overrides_the_content(tmp_path: Path) -> None:
