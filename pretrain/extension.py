@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pretrain.callback import Callback
+    from pretrain.checkpoint.convert.plan_export import ExportPlan
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout import Layout
     from pretrain.config.layout_rules import Rule
@@ -115,6 +116,16 @@ class StepEstimates(Protocol):
 
 
 @dataclass(frozen=True)
+class ExportFormat:
+    """A format of `ds-pretrain export`."""
+
+    help: str
+    export: "Callable[[ExportPlan], list[str]]"  # writes plan.out, and returns notes for the user
+    check: "Callable[[ExportPlan], None]"  # raises ConfigError; imports no torch
+    states_only: bool = False  # tensors in fp32, a file for each, and no tokenizer: there is nothing to choose
+
+
+@dataclass(frozen=True)
 class Models:
     """Models of which no family of this package is the implementation, by the model_type of their config.json."""
 
@@ -165,6 +176,7 @@ class Extension:
     # extensible subcommand -> function of its parser, or of the subparsers if it has them, that adds to these; of
     # `evaluate`: see Scoring in commands/evaluate.py
     extends: "Mapping[str, str | Callable[[Any], None]]" = field(default_factory=dict)
+    exports: Mapping[str, ExportFormat] = field(default_factory=dict)  # by the values of --format
     requests: Mapping[str, RequestFile] = field(default_factory=dict)  # by the names of the files
     files: tuple[str, ...] = ()  # in the run folder, that `RunFolder.append` writes
     # title -> key of these rows -> unit and definition: for `ds-pretrain reference metrics`

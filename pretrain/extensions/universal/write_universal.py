@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from pretrain.checkpoint.convert.export_hf import conversion_text, write_config, write_hf
 from pretrain.checkpoint.convert.new_folder import check_free_space, fill_new_folder
-from pretrain.checkpoint.convert.plan_export import ExportPlan, check_has_states
+from pretrain.checkpoint.convert.plan_export import ExportPlan
 from pretrain.checkpoint.format.hashed_files import FileRecord, write_atomically
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
@@ -26,6 +26,7 @@ from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.requirements import TESTED
 from pretrain.errors import ConfigError
+from pretrain.extensions.universal.extension import check_has_states
 from pretrain.model.config import ModelConfig
 from pretrain.model.hf_weights import module_tensors, rules_by_module_tensors
 from pretrain.monitor.read_run_folder import newest_start
