@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from pretrain.callback import Callback
-    from pretrain.checkpoint.convert.plan_export import ExportPlan
     from pretrain.config.flags.arguments import RunArguments
     from pretrain.config.layout import Layout
     from pretrain.config.layout_rules import Rule
@@ -117,11 +116,11 @@ class StepEstimates(Protocol):
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """A format of `ds-pretrain export`."""
+    """A format of `ds-pretrain export`. The plan is an ExportPlan of checkpoint/convert/plan_export.py."""
 
     help: str
-    export: "Callable[[ExportPlan], list[str]]"  # writes plan.out, and returns notes for the user
-    check: "Callable[[ExportPlan], None]"  # raises ConfigError; imports no torch
+    export: Callable[[Any], list[str]]  # (plan): writes plan.out, and returns notes for the user
+    check: Callable[[Any], None]  # (plan): raises ConfigError; imports no torch
     states_only: bool = False  # tensors in fp32, a file for each, and no tokenizer: there is nothing to choose
 
 

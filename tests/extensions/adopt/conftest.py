@@ -2,4 +2,5 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("pretrain.extensions.universal") else ["test_exports.py", "test_universal_runs.py", "test_adopted_runs.py"]
+_NEED_IT = ["test_exports.py", "test_universal_runs.py", "test_adopted_runs.py"]
+collect_ignore = [] if find_spec("pretrain.extensions.universal") else _NEED_IT

@@ -2,4 +2,5 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("pretrain.extensions.universal") else ["test_distributed_weights.py"]
+_NEED_IT = ["test_distributed_weights.py"]
+collect_ignore = [] if find_spec("pretrain.extensions.universal") else _NEED_IT
