@@ -36,7 +36,7 @@ def _parser() -> Parser:
 
 def main() -> None:
     args = _parser().parse_args()
-    chosen = export_formats().get(args.format)  # None: that of transformers
+    chosen = export_formats().get(args.format)  # None: the format of transformers
     states_only = chosen is not None and chosen.states_only
     for flag in ("dtype", "shard_size", "tokenizer") if states_only else ():
         if getattr(args, flag) is not None:

@@ -75,7 +75,7 @@ def prepare_deepspeed(device: Device, *, deterministic: bool = False) -> None:
 
 
 def examine_one_operator() -> None:
-    """Set the operators that DeepSpeed can compile here: of all, its process group needs only that of the collectives.
+    """Set the operators that DeepSpeed can compile here: of all, its process group needs only the one for collectives.
 
     DeepSpeed 0.19.8 examines all nine operators of a CPU on every rank (ops/__init__.py, `_probe_compatible_ops`), and
     runs the C compiler twice for it: 0.1 s. Earlier versions examine them when they are imported.

@@ -87,7 +87,7 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
 
     Args:
         folder: of the checkpoint.
-        config: None: the names of the parameters remain. A model: they become those of its module in transformers.
+        config: None: the names of the parameters remain. A model: they become the names of its module in transformers.
     """
     reader = CheckpointReader(folder)
     if config is not None:
@@ -103,7 +103,7 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
                     torch.save({"param": tensor}, out / "zero" / name / f"{state}.pt")
                     progress.advance(tensor.nbytes, name)
                     decays[name] = reader.group(names[0]).get("weight_decay", 0.0)
-                    if step is not None:  # torch's optimizers need a tensor; those of DeepSpeed take one, too
+                    if step is not None:  # torch's optimizers need a tensor; DeepSpeed's take one, too
                         torch.save(torch.tensor(float(step)), out / "zero" / name / "step.pt")
     num_groups = 2 if config is None else _MANY_GROUPS  # ours: one for matrices and one for vectors
     torch.save(_universal_optimizer(reader, step, manifest, num_groups), out / "zero" / "optimizer_state.pt")
