@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.callback import Callback
 from pretrain.cli import OWNED, say
 from pretrain.errors import ConfigError, shorten
-from pretrain.extension import API, BUILT_IN, Extension, Problem, RequestFile
+from pretrain.extension import API, BUILT_IN, ExportFormat, Extension, Problem, RequestFile
 from pretrain.own_code import described, own_code_failed, own_object
 from pretrain.paths import RUN_FILES
 
@@ -222,6 +222,11 @@ def extend_parser(command: str, parser: Any) -> None:
     for each in extensions():
         if add := each.extends.get(command):
             each.load(add)(parser)
+
+
+def export_formats() -> dict[str, ExportFormat]:
+    """Return the formats of all extensions by the values of `export --format`."""
+    return {name: format for each in extensions() for name, format in each.exports.items()}
 
 
 def document_steps(flags: Mapping[str, Any]) -> list[Any]:

@@ -81,7 +81,7 @@ class RequestFile:
 class Problem:
     """Meaning of an event of events.jsonl for people, in the lists of what went wrong of the summary and the report."""
 
-    text: str = ""  # what happened; {reason} is that of the event
+    text: str = ""  # what happened; {reason} is the event's
     advice: str = ""  # what to do; {run}, {step} and {path} are replaced
     over: tuple[str, ...] | None = None  # events after which it is over; None: it is over at once
     # the problem began at the step "since" of the event, and lasts until an event of `over` with one of its "ranks"
@@ -113,6 +113,16 @@ class StepEstimates(Protocol):
 
     def __call__(self, layout: "Layout", model: "ModelConfig", tokens: float | None = None) -> Mapping[str, Any]:
         """Return the estimates of a layout."""
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """A format of `ds-pretrain export`. The plan is an ExportPlan of checkpoint/convert/plan_export.py."""
+
+    help: str
+    export: Callable[[Any], list[str]]  # (plan): writes plan.out, and returns notes for the user
+    check: Callable[[Any], None]  # (plan): raises ConfigError; imports no torch
+    states_only: bool = False  # tensors in fp32, a file for each, and no tokenizer: there is nothing to choose
 
 
 @dataclass(frozen=True)
@@ -166,6 +176,7 @@ class Extension:
     # extensible subcommand -> function of its parser, or of the subparsers if it has them, that adds to these; of
     # `evaluate`: see Scoring in commands/evaluate.py
     extends: "Mapping[str, str | Callable[[Any], None]]" = field(default_factory=dict)
+    exports: Mapping[str, ExportFormat] = field(default_factory=dict)  # by the values of --format
     requests: Mapping[str, RequestFile] = field(default_factory=dict)  # by the names of the files
     files: tuple[str, ...] = ()  # in the run folder, that `RunFolder.append` writes
     # title -> key of these rows -> unit and definition: for `ds-pretrain reference metrics`
@@ -195,7 +206,7 @@ class Extension:
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
     # scheme of URLs, or "*" for those that no extension names -> (url, settings) -> a TokenFiles of
-    # data/token_files/token_file.py; `settings`: those of the extension, as the run has them, or their defaults
+    # data/token_files/token_file.py; `settings`: the extension's, as the run has them, or their defaults
     token_files: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
     # scheme, or "*" -> (url, commits, is_left_out) -> the files that a URL names: see data/text_inputs/stored_file.py
     text_inputs: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
@@ -207,7 +218,7 @@ class Extension:
     # () -> a TokenizerFormat (data/tokenizers/tokenizer.py): more values and files that --tokenizer takes
     tokenizers: "str | Callable[[], TokenizerFormat]" = ""
     # (cluster, measured=) -> a StepEstimates for these machines; if `measured` has run folders, it is fitted to these
-    # runs, for machines like those of the last one. Raises ConfigError for runs that cannot be used; imports no torch
+    # runs, for the machines of the last one. Raises ConfigError for runs that cannot be used; imports no torch
     estimates: "str | Callable[..., StepEstimates]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py

@@ -29,8 +29,7 @@ from pretrain.distributed.process import end_process, importing
 from pretrain.distributed.process_group import collective_timeout_s
 from pretrain.distributed.requirements import workarounds
 from pretrain.distributed.world import ALONE, World, running_environment
-from pretrain.engine.deterministic import operator_without_variant
-from pretrain.engine.prepare import avoid_compiler_imports, prepare_deepspeed
+from pretrain.engine.prepare import avoid_compiler_imports, operator_without_variant, prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, ConfigError, CorruptionError, GuardError, SaveError
 from pretrain.extension import RANK_0
 from pretrain.remote import StoreError

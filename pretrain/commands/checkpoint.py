@@ -1,4 +1,4 @@
-"""List, verify, prune, convert, consolidate and compare checkpoints. No command needs a GPU.
+"""List, verify, prune, consolidate and compare checkpoints. No command needs a GPU.
 
 Exit codes: 0 success; 1 a checkpoint is damaged, has NaN or differs; 2 bad input.
 """
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from pretrain.checkpoint.convert.new_folder import check_new_folder, output_summary
+from pretrain.active_extensions import extend_parser
+from pretrain.checkpoint.convert.new_folder import output_summary
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.format.manifest import NOT_FINITE, Manifest
 from pretrain.checkpoint.format.run_checkpoints import LATEST_FILE, latest_problem, step_of
@@ -28,7 +29,7 @@ from pretrain.errors import ConfigError, SaveError
 from pretrain.progress import ProgressBar, terminal_console
 
 _RUN_HELP = "run folder, its checkpoints folder, or one global_stepN folder"
-_CHECKPOINT_HELP = "global_stepN folder, or run folder for its newest good checkpoint"
+CHECKPOINT_HELP = "global_stepN folder, or run folder for its newest good checkpoint"
 _FINITE = {True: "yes", False: "no", None: ""}
 _LOG_WIDTH = 200  # columns of the table if the output is not a terminal
 
@@ -59,7 +60,7 @@ def _verify(args: argparse.Namespace) -> int:
         if isinstance(found, ConfigError):
             print(found)
             code = 1
-        elif _verify_and_print(folder, found) or not found.is_good:
+        elif verify_and_print(folder, found) or not found.is_good:
             code = 1
         elif not found.weights_only:
             good.append(folder)
@@ -76,7 +77,7 @@ def _should_have_latest(checkpoints: Path) -> bool:
     return checkpoints.resolve().name == "checkpoints" or (checkpoints / LATEST_FILE).exists()
 
 
-def _verify_and_print(folder: Path, manifest: Manifest, notes: Sequence[str] = ()) -> int:
+def verify_and_print(folder: Path, manifest: Manifest, notes: Sequence[str] = ()) -> int:
     """Print the notes about a checkpoint, read every file and print each problem. Return 1 if it is damaged, else 0."""
     for note in notes:
         print(note)
@@ -107,22 +108,10 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _convert(args: argparse.Namespace) -> int:
-    source = find_checkpoint(args.checkpoint)
-    check_new_folder(args.out)
-    if _verify_and_print(*source):
-        return 1
-    from pretrain.checkpoint.convert.universal import convert
-
-    convert(source[0], args.out)
-    print(output_summary(args.out))
-    return 0
-
-
 def _consolidate(args: argparse.Namespace) -> int:
     source = find_checkpoint(args.checkpoint)
     plan = plan_export(source[0], args.out, dtype=args.dtype, with_tokenizer=False)
-    if _verify_and_print(*source):
+    if verify_and_print(*source):
         return 1
     from pretrain.checkpoint.convert.export_hf import consolidate
 
@@ -133,7 +122,7 @@ def _consolidate(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     a, b = find_checkpoint(args.a), find_checkpoint(args.b)
-    if max(_verify_and_print(*a), _verify_and_print(*b)):
+    if max(verify_and_print(*a), verify_and_print(*b)):
         return 1
     from pretrain.checkpoint.convert.diff import diff
 
@@ -146,7 +135,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(description="List, verify, prune, convert, consolidate and compare checkpoints, without GPUs.",
+    parser = Parser(description="List, verify, prune, consolidate and compare checkpoints, without GPUs.",
                     epilog="Exit codes: 0 success; 1 a checkpoint is damaged, has NaN or differs; 2 bad input.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -167,17 +156,15 @@ def _parser() -> Parser:
                          help="also keep checkpoints whose step is a multiple of N; 0: off")
     pruning.add_argument("--keep_best", type=count, default=0,
                          help="also keep the N checkpoints with the lowest validation loss")
-    converting = add("convert", _convert, "convert to the universal format, which plain DeepSpeed can load")
-    converting.add_argument("checkpoint", type=path, help=_CHECKPOINT_HELP)
-    converting.add_argument("out", type=path, help="new folder")
     merging = add("consolidate", _consolidate, "write only weights and config.json, as transformers loads them")
-    merging.add_argument("checkpoint", type=path, help=_CHECKPOINT_HELP)
+    merging.add_argument("checkpoint", type=path, help=CHECKPOINT_HELP)
     merging.add_argument("out", type=path, help="new folder")
     merging.add_argument("--dtype", choices=tuple(DTYPE_BYTES), default="fp32",
                          help="data type of the weights (default: %(default)s)")
     comparing = add("diff", _diff, "compare the weights and optimizer states of two checkpoints")
-    comparing.add_argument("a", type=path, help=_CHECKPOINT_HELP)
-    comparing.add_argument("b", type=path, help=_CHECKPOINT_HELP)
+    comparing.add_argument("a", type=path, help=CHECKPOINT_HELP)
+    comparing.add_argument("b", type=path, help=CHECKPOINT_HELP)
+    extend_parser("checkpoint", commands)
     return parser
 
 

@@ -25,7 +25,6 @@ from pretrain.distributed.process import keep_freed_memory
 from pretrain.distributed.requirements import shortcut, workarounds
 from pretrain.engine.attachments import Attachments, attach
 from pretrain.engine.chosen_operators import operators_on_cuda
-from pretrain.engine.deterministic import set_deterministic
 from pretrain.engine.expert_parallelism import (
     announced_experts,
     mark_experts,
@@ -49,6 +48,7 @@ from pretrain.engine.patches.zero import (
     keep_dtype_of_partitions,
     skip_reduction_on_one_rank,
 )
+from pretrain.engine.prepare import set_deterministic
 from pretrain.engine.recipe import add_recipe, add_router_losses
 from pretrain.engine.spikes import SpikeWindows
 from pretrain.engine.update import Update

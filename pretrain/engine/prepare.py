@@ -1,4 +1,4 @@
-"""Set up a process before it uses DeepSpeed, and keep DeepSpeed 0.19.8 from work that a run does not need.
+"""Set up a process before it uses DeepSpeed: for --deterministic, and without work that a run does not need.
 
 Measured with torch 2.13 on 2 cores: a ZeRO-2 run of three steps takes 4.4 s of CPU time from the start of the process.
 The import of `torch._dynamo` takes 1.1 s of them, `torch._inductor.compile_fx` 1.0 s. ZeRO-3 still imports
@@ -9,21 +9,30 @@ import functools
 import logging
 import os
 import platform
+import re
 import sys
 import warnings
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
 from pretrain.distributed.device import Device
 from pretrain.distributed.device import cpuinfo as proc_cpuinfo
 from pretrain.distributed.requirements import shortcut
-from pretrain.engine.deterministic import set_variables
 
 # torch 2.13 renamed these collectives and warns at the first call of each old name, on every rank. DeepSpeed 0.19.8
 # calls the old names in comm/torch.py, and users cannot change this.
 _RENAMED = ("all_gather_into_tensor", "_all_gather_base", "reduce_scatter_tensor", "_reduce_scatter_base")
 _ARCHITECTURES = {"x86_64": "X86_64", "aarch64": "ARM_8"}  # platform.machine() -> py-cpuinfo's name
 _FEATURES = ("flags", "Features")  # the keys of x86 and Arm
+# --deterministic. What differs between two runs on GPUs without it: kernels that add with atomic instructions (the
+# backward passes of attention and of embeddings, scatter_add), the workspace of cuBLAS, and choices that torch measures
+# at the start.
+# cuBLAS is reproducible with a workspace of its own for each stream (NVIDIA's documentation of cuBLAS, section 2.1.4).
+# The order of a sum over ranks depends on NCCL's algorithm, which NCCL chooses by its own estimates of times; with
+# NVLS, the switch adds. torch's Inductor then chooses kernels without measurements (torch 2.10).
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+_MISSING = re.compile(r"(\w+) does not have a deterministic implementation")
 
 
 def prepare_deepspeed(device: Device, *, deterministic: bool = False) -> None:
@@ -43,7 +52,7 @@ def prepare_deepspeed(device: Device, *, deterministic: bool = False) -> None:
     if device.kind == "cuda" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
     if device.kind == "cuda" and deterministic:
-        set_variables()
+        set_deterministic_variables()
     silence_missing_cuda()
     import torch
 
@@ -66,7 +75,7 @@ def prepare_deepspeed(device: Device, *, deterministic: bool = False) -> None:
 
 
 def examine_one_operator() -> None:
-    """Set the operators that DeepSpeed can compile here: of all, its process group needs only that of the collectives.
+    """Set the operators that DeepSpeed can compile here: of all, its process group needs only the one for collectives.
 
     DeepSpeed 0.19.8 examines all nine operators of a CPU on every rank (ops/__init__.py, `_probe_compatible_ops`), and
     runs the C compiler twice for it: 0.1 s. Earlier versions examine them when they are imported.
@@ -155,3 +164,33 @@ def _from_proc() -> dict[str, Any]:
         return {}
     vendor = {"vendor_id_raw": values["vendor_id"]} if "vendor_id" in values else {}  # Arm has none
     return {"arch": _ARCHITECTURES[platform.machine()], "flags": features, **vendor}
+
+
+def set_deterministic_variables(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables of a process that trains on a GPU. Those of the user remain: run_rules.py has checked them."""
+    for name, value in VARIABLES.items():
+        environ.setdefault(name, value)
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """Make torch use deterministic operators only, and raise an error where there is none; or, as usual, the fastest.
+
+    torch's flash attention is deterministic only if the mode is not `warn_only`; then cuDNN's attention is not used,
+    and the memory-efficient kernel does not divide the keys (torch 2.13, native/transformers/cuda/sdp_utils.cpp,
+    attention_backward.cu).
+    """
+    import torch
+
+    if deterministic == torch.are_deterministic_algorithms_enabled():
+        return  # the next call imports torch's compiler, which takes a second
+    torch.use_deterministic_algorithms(deterministic)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", not deterministic)  # noqa: B010 (for mypy)
+    torch.backends.cudnn.deterministic = deterministic
+    if deterministic:
+        torch.backends.cudnn.benchmark = False
+
+
+def operator_without_variant(error: BaseException) -> str:
+    """Return the operator of which torch has no deterministic variant, if this is the error; otherwise ""."""
+    found = _MISSING.search(str(error))
+    return found[1] if found else ""

@@ -1,4 +1,4 @@
-"""Conversions for other programs: plain DeepSpeed loads universal checkpoints, and transformers loads exports."""
+"""Exports: transformers loads the trained weights."""
 
 import os
 from pathlib import Path
@@ -8,27 +8,20 @@ import pytest
 import torch
 import transformers
 
-from pretrain.checkpoint.convert import universal
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.errors import ConfigError
 from pretrain.model.layer_specs import as_module
 from tests.support.cases import case, config, flags
-from tests.support.layouts import SAVED, STEPS, dp2, fp16, pp2, relative_difference, run_layouts
+from tests.support.layouts import SAVED, STEPS, dp2, fp16, pp2, run_layouts
 from tests.support.own_memory import MemoryWatch
 from tests.support.tensors import from_transformers
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16 = {**dp2(1, precision="bf16"), **FP32_SUMS}
 SOURCES = {"stage0": pp2(0), "pipeline": pp2(1), "zero3": dp2(3), "bf16": BF16, "fp16": fp16(pp2(0))}
-# DeepSpeed's own conversion rejects these changes: from ZeRO-0 to any layout, 1 to 3, 3 to 1, and ZeRO-3 to pipeline
-UNIVERSAL = {"stage0-zero1": dp2(1), "stage0-zero3": dp2(3), "zero3-pipeline2": pp2(1), "zero3-zero2": dp2(2),
-             "bf16-zero3": dp2(3, precision="bf16"), "fp16-zero2": fp16(dp2(2))}
-WITHIN = {"bf16": 5e-3, "fp16": 2e-3}
 
 
 @pytest.fixture(scope="module")
@@ -41,45 +34,6 @@ def saved(corpus: str, work: Path) -> dict[str, Any]:
     return run_layouts({name: (2, case(name, "train_and_save", values,
                                        flags(corpus, steps=STEPS, emulate_fp16="fp16" in values), saved_step=SAVED))
                         for name, values in SOURCES.items()}, work / "saved")
-
-
-def test_plain_deepspeed_loads_universal_checkpoints(corpus: str, work: Path, saved: dict[str, Any]) -> None:
-    for name in SOURCES:
-        convert(Path(saved[name]["folder"]), work / "universal" / name)
-    assert (work / "universal/latest_universal").read_text() in SOURCES
-    loaded = run_layouts({name: (2, case(name, "load_universal", values,
-                                         flags(corpus, steps=STEPS, emulate_fp16="fp16" in values), saved_step=SAVED,
-                                         source=str(work / "universal" / name.split("-")[0])))
-                          for name, values in UNIVERSAL.items()}, work / "loaded")
-    for name, after in loaded.items():
-        before = saved[name.split("-")[0]]
-        assert diff(Path(before["folder"]), Path(after["folder"])) == [], name
-        distance = relative_difference(after["after"]["loss"], before["after"]["loss"])
-        print(f"universal {name}: no difference, losses within {distance:.1e}")
-        assert distance <= WITHIN.get(name.split("-")[0], 1e-5), name
-        assert after["after"]["lr"] == before["after"]["lr"], name
-        assert after["after"]["loss_scale"] == before["after"]["loss_scale"], name
-        assert after["counters"] == [STEPS, 0], name
-
-
-def test_conversion_is_atomic_and_skips_an_equal_result(work: Path, saved: dict[str, Any],
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = Path(saved["zero3"]["folder"]), work / "once"
-    with monkeypatch.context() as patch:
-        patch.setattr(universal, "_universal_optimizer", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            convert(source, out)
-    assert not out.exists()
-    assert not list(work.glob(".tmp-*"))
-    convert(source, out)
-    written = (out / "source.json").stat().st_mtime_ns
-    convert(source, out)
-    assert (out / "source.json").stat().st_mtime_ns == written, "converted again"
-    with pytest.raises(ConfigError, match="the folder exists and is not the output of this conversion"):
-        convert(Path(saved["stage0"]["folder"]), out)
-    os.truncate(next(out.glob("zero/*/fp32.pt")), 100)
-    with pytest.raises(ConfigError, match="the folder exists and is not the output of this conversion"):
-        convert(source, out)
 
 
 def load_exactly(folder: Path) -> transformers.PreTrainedModel:
@@ -130,12 +84,9 @@ def test_memory_is_at_most_twice_the_largest_file(corpus: str, work: Path) -> No
     sizes = [record.bytes for record in read_manifest(folder).files.values()]
     assert sum(sizes) > 2e8
     used: dict[str, int] = {}
-    for what, action in (("convert", lambda: convert(folder, work / "wide-universal")),
-                         ("consolidate", lambda: consolidate(plan_export(folder, work / "wide-bf16", dtype="bf16",
-                                                                     with_tokenizer=False)))):
-        with MemoryWatch() as watch:
-            action()
-        used[what] = watch.peak - watch.before
+    with MemoryWatch() as watch:
+        consolidate(plan_export(folder, work / "wide-bf16", dtype="bf16", with_tokenizer=False))
+    used["consolidate"] = watch.peak - watch.before
     loaded = run_layouts({name: (2, case(name, "memory_of_load", config(3, micro=1, accumulation=1), wide,
                                          source=str(folder)))}, work / "wide-load")[name]
     used["load into ZeRO-3"] = loaded["peak"] - max(loaded["after"], loaded["before"])

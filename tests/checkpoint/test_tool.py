@@ -158,16 +158,12 @@ def test_bad_input_is_rejected_in_one_line(tmp_path: Path) -> None:
     _fails(1, "manifest", "list", tmp_path)
 
 
-def test_convert_diff_and_consolidate(run: Path, tmp_path: Path) -> None:
+def test_diff_and_consolidate(run: Path, tmp_path: Path) -> None:
     checkpoints = run / "checkpoints"
     same, other = (in_a_fork(tmp_path, "diff", run, checkpoints / f"global_step{step}") for step in (3, 1))
     assert (same.returncode, same.stdout.splitlines()[-1]) == (0, "no difference")
     assert other.returncode == 1
     assert "exp_avg" in other.stdout
-    converted = in_a_fork(tmp_path, "convert", run, tmp_path / "universal")
-    assert converted.returncode == 0, converted.stdout
-    assert re.fullmatch(rf"{tmp_path}/universal: \d+ files, [\d.]+ MB", converted.stdout.splitlines()[-1])
-    assert list((tmp_path / "universal").rglob("exp_avg.pt"))
     consolidated = passes("consolidate", run, tmp_path / "weights", "--dtype", "bf16")  # in a fresh process
     assert re.fullmatch(rf"{tmp_path}/weights: 3 files, [\d.]+ MB", consolidated[-1])
     assert list((tmp_path / "weights").glob("*.safetensors"))

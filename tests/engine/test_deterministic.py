@@ -10,7 +10,7 @@ import torch
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import check_settings
 from pretrain.distributed.device import Device, cpu_device
-from pretrain.engine.deterministic import VARIABLES, operator_without_variant, set_deterministic, set_variables
+from pretrain.engine.prepare import VARIABLES, operator_without_variant, set_deterministic, set_deterministic_variables
 from pretrain.errors import ConfigError
 from tests.support.cases import config, flags
 
@@ -41,7 +41,7 @@ def test_the_mode_raises_errors_instead_of_warnings() -> None:
 
 def test_variables_of_the_user_remain() -> None:
     environ = {"NCCL_ALGO": "Tree"}
-    set_variables(environ)
+    set_deterministic_variables(environ)
     assert environ == {**VARIABLES, "NCCL_ALGO": "Tree"}
 
 

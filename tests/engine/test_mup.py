@@ -1,13 +1,10 @@
 """muP on real engines: activations do not depend on the width, losses do not depend on the layout."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.convert.universal import convert
-from pretrain.errors import ConfigError
 from tests.support.cases import CPU, case, config, flags
 from tests.support.launch import run_cases
 from tests.support.layouts import SAVED, STEPS, dp2, pp2, relative_difference, run_layouts
@@ -106,9 +103,3 @@ def test_a_resume_in_another_layout_keeps_the_learning_rates(layouts: dict[str, 
             found, expected = layouts[f"{a}-{b}"]["after"], layouts["zero0"]["after"]
             assert relative_difference(found["loss"], expected["loss"]) < 1e-6
             assert found["lr"] == pytest.approx(expected["lr"])
-
-
-def test_the_universal_format_is_rejected(layouts: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--mup_base_width.*one learning rate"):
-        convert(Path(layouts["zero3"]["folder"]), tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -43,6 +43,7 @@ MOST_LINES = {
     "tasks": 650,
     "tiktoken": 240,
     "translate": 2520,
+    "universal": 260,
     "wrapped": 1920,
 }
 

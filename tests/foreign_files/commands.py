@@ -68,8 +68,7 @@ def commands(world: World) -> dict[str, dict[str, Words]]:
             "generate": ["generate", run, "--prompt", "w1 w2", "--max_new_tokens", "2"],
             "evaluate": ["evaluate", run, "--json", f"{out}/scores.json", "--max_samples", "2"],
             "export": ["export", run, "--output", f"{out}/exported"],
-            "consolidate": ["checkpoint", "consolidate", run, f"{out}/consolidated"],
-            "convert": ["checkpoint", "convert", run, f"{out}/converted"]},
+            "consolidate": ["checkpoint", "consolidate", run, f"{out}/consolidated"]},
         "hf": {
             "generate": ["generate", hf, "--prompt", "w1 w2", "--max_new_tokens", "2"],
             "import": ["import", hf, "--output", f"{out}/imported"],
@@ -94,9 +93,8 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "rollbacks.jsonl": ("list", "resume_from"),
         "restarts.jsonl": ("summary",),
         f"{_CHECKPOINT}/{MANIFEST}": (
-            "list", "verify", "diff", "resume_from", "init_from", "generate", "evaluate", "export", "consolidate",
-            "convert"),
-        f"{_CHECKPOINT}/shard_index_rank_00000.json": ("verify", "export", "generate", "convert"),
+            "list", "verify", "diff", "resume_from", "init_from", "generate", "evaluate", "export", "consolidate"),
+        f"{_CHECKPOINT}/shard_index_rank_00000.json": ("verify", "export", "generate"),
         "checkpoints/latest": ("list", "resume_from", "init_from", "export")},
     "hf": {"config.json": (), "tokenizer.json": ("generate", "import", "prepare"),
            "tokenizer_config.json": ("generate", "import", "prepare"),

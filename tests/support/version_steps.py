@@ -156,4 +156,5 @@ def _read(environment: Environment, other: Environment, run: Path) -> None:
     _commands(environment, f"read_{name}", ["checkpoint", "verify", run],
            ["generate", run, "--prompt", "def ", "--max_new_tokens", 8, "--step", 4],
            ["checkpoint", "consolidate", run / "checkpoints/global_step4", f"weights_{name}"],
-           ["checkpoint", "convert", run / "checkpoints/global_step4", f"universal_{name}"])
+           *(["checkpoint", "convert", run / "checkpoints/global_step4", f"universal_{name}"]
+             for _ in ROOT.glob("pretrain/extensions/*/write_universal.py")))

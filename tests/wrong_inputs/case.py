@@ -68,7 +68,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "checkpoint list": ["{world}/done"],
     "checkpoint verify": ["{world}/done"],
     "checkpoint prune": ["{world}/done", "--keep_checkpoints", "2"],
-    "checkpoint convert": ["{world}/done", "{world}/out"],
     "checkpoint consolidate": ["{world}/done", "{world}/out"],
     "checkpoint diff": ["{world}/done", "{world}/done"],
     "import": ["{world}/hf", "--output", "{world}/out"],

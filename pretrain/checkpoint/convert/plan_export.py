@@ -1,6 +1,5 @@
 """Decide what an export writes, and check it, without torch: checkpoint, dtype, tokenizer, folder, and model card."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 from pretrain.checkpoint.convert.new_folder import check_new_folder
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.load.find_checkpoint import find_checkpoint, run_folder_of, tokenizer_of
-from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.config.schedule import schedule_from_json, schedule_text
 from pretrain.data.tokenizers.special_tokens import check_tokenizer_fits
@@ -108,30 +106,6 @@ def plan_export(path: Path, out: Path, *, step: int | None = None, dtype: str | 
                              remedy="name the tokenizer of this model")
     return ExportPlan(folder, manifest, config, out, dtype or manifest.precision, max(1, round(shard_gb * 1e9)), loaded,
                       (*checkpoint_notes, *notes))
-
-
-def check_has_states(folder: Path, manifest: Manifest) -> None:
-    """Raise ConfigError unless the universal format can hold the optimizer states of a checkpoint."""
-    if manifest.weights_only:
-        raise ConfigError(str(folder), problem="this checkpoint has only weights, and the universal format needs the "
-                          "optimizer's states", remedy="name a checkpoint that a run wrote")
-    if manifest.initialization.get("mup_base_width") is not None:
-        raise ConfigError(str(folder), problem="it was trained with --mup_base_width, and DeepSpeed's universal format "
-                          "has one learning rate for all parameters",
-                          remedy="resume with ds-pretrain, which loads checkpoints of any layout")
-    row = OPTIMIZERS.get(manifest.layout.optimizer)
-    if row is not None and (not row.elementwise or row.states_in_blocks):
-        raise ConfigError(str(folder), problem=f"it was trained with {row.name}, and the universal format has only "
-                          "optimizer states with a number for each weight",
-                          remedy="export the weights with --format transformers")
-
-
-def check_trainer_name(out: Path, step: int) -> None:
-    """Raise ConfigError if the folder has the name of a Trainer's checkpoint of another step."""
-    named = re.fullmatch(r"checkpoint-(\d+)", out.name)
-    if named and int(named[1]) != step:
-        raise ConfigError("--output", problem=f"{out.name} is the name of step {named[1]}, and the checkpoint is of "
-                          f"step {step}", remedy=f"name it checkpoint-{step}")
 
 
 def _find_tokenizer(folder: Path, manifest: Manifest, path: str | None) -> tuple[Tokenizer | None, tuple[str, ...]]:

@@ -173,7 +173,7 @@ def _rate_note(plan: Plan, manifest: Manifest) -> str:
         return ""
     applied = manifest.step - manifest.adopted.get("skipped_steps", 0)
     last, following = plan.schedule(max(applied - 1, 0)), plan.schedule(applied)
-    # some programs record the rate of the next step as that of the last one
+    # some programs record the next step's rate as the last one's
     wanted, rates = (upcoming, [following]) if upcoming is not None else (recorded or 0.0, [last, following])
     if any(abs(rate - wanted) <= _SAME_RATE * max(rate, wanted) for rate in rates):
         return ""

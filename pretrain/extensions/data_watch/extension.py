@@ -1,23 +1,10 @@
 """Watch of the training data: the declaration."""
 
-from typing import TYPE_CHECKING
-
 from pretrain.extension import Extension, Problem
-
-if TYPE_CHECKING:
-    from pretrain.callback import Callback
-    from pretrain.config.plan import Plan
-
-
-def _callbacks(plan: "Plan") -> "list[Callback]":
-    from pretrain.extensions.data_watch.watch import DataWatch
-
-    return [DataWatch()]
-
 
 EXTENSION = Extension(
     "data_watch", "Hashes the training data while a run trains, and stops the run when its files change.",
-    callbacks=_callbacks,
+    callbacks="watch:callbacks",
     events={
         "data_changed": ("", "a file of the data was written to while the run was training, and is hashed again"),
         "data_replaced": ("", "a file of the data was replaced or removed; the run reads the old one")},

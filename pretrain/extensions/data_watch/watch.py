@@ -90,6 +90,11 @@ class DataWatch(Callback):
             source.close()
 
 
+def callbacks(plan: Plan) -> list[Callback]:
+    """Return the watch of a run."""
+    return [DataWatch()]
+
+
 class SourceWatch:
     """Watch of one source of the training data, a token file, on rank 0.
 

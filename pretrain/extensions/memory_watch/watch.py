@@ -19,7 +19,7 @@ from pretrain.callback import Callback, Run, StepResult
 from pretrain.child import child_command
 from pretrain.distributed.own_gpu import free_gpu_bytes, open_gpu
 from pretrain.distributed.process import is_out_of_memory, resident_bytes
-from pretrain.distributed.world import World
+from pretrain.distributed.world import World, running_environment
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.footprint import with_unit
@@ -233,6 +233,11 @@ class MemoryWatch(Callback):
             steady_bytes = predicted.steady.total() - predicted.steady.total(location="nvme")
             expected = f" (predicted {with_unit(steady_bytes)} at that point)"
         return f"measured {with_unit(held)} of tensors between backward pass and optimizer step{expected}; {rest}"
+
+
+def callbacks(plan: "Plan") -> list[Callback]:
+    """Return the watch of this rank. It measures what is available now, before the engine is built."""
+    return [MemoryWatch.before_build(plan, running_environment())]
 
 
 def _predicted_bytes(plan: "Plan") -> int:

@@ -14,10 +14,10 @@ import pytest
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.run_checkpoints import latest_problem, read_manifest
 from pretrain.checkpoint.format.verify import damage_of
 from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.extensions.universal.write_universal import convert
 from pretrain.monitor.read_run_folder import newest_start, read_rows
 from tests.extensions.adopt.adopted import ALL, MODELS, QUICK, SAVED, TOLERANCES, Original, measure
 from tests.support.conversion_faults import run_tool

@@ -10,8 +10,8 @@ from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.commands.export import main as export_main
 from pretrain.extensions.adopt.main import main as import_main
-from tests.checkpoint.test_export_formats import Command, command
 from tests.dry_gpu.conftest import DryGpu, dry_gpu
+from tests.extensions.universal.test_export_formats import Command, command
 from tests.support.checkpoints import STEPS, real_run
 
 __all__ = ["command", "dry_gpu"]  # fixtures

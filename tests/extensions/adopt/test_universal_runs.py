@@ -1,7 +1,7 @@
 """DeepSpeed's own ds_to_universal converts checkpoints of other programs; `read` returns what their engines hold.
 
 Their runs continue here with equal losses, and return to their own programs. The other programs, and the runs of this
-program from whose exports they continue, are those of tests/distributed/checkpoint/test_universal.py.
+program from whose exports they continue, are those of tests/extensions/universal/test_other_programs.py.
 """
 
 import argparse
@@ -14,14 +14,14 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.convert.universal import export_trainer, export_universal
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.extensions.adopt.adopt import adopt, plan_adoption
 from pretrain.extensions.adopt.deepspeed.universal import read
 from pretrain.extensions.adopt.foreign_run import ForeignRun
 from pretrain.extensions.adopt.sources import find_source
+from pretrain.extensions.universal.write_universal import export_trainer, export_universal
 from pretrain.model.config import ModelConfig, model_config_from
-from tests.distributed.checkpoint.test_universal import (
+from tests.extensions.universal.test_other_programs import (
     CONSTANT,
     CONTINUED,
     INFO,

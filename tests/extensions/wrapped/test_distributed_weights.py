@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.convert.universal import convert, export_trainer, export_universal
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.data.run_data import open_run_data
 from pretrain.errors import ConfigError
+from pretrain.extensions.universal.write_universal import convert, export_trainer, export_universal
 from pretrain.monitor.read_run_folder import read_metrics
 from tests.support.cases import config
 from tests.support.conversion_faults import run_tool

@@ -2,7 +2,7 @@
 
 `ds_to_universal` of DeepSpeed writes zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt, zero/optimizer_state.pt and the
 engine's model-states files, for each ZeRO stage in a form of its own. This program writes the same format
-(convert/universal.py), under transformers' names or its own.
+(`export --format universal`), under transformers' names or its own.
 """
 
 import re

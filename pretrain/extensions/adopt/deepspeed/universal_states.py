@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.convert.universal import DECAYS
 from pretrain.errors import ConfigError
 from pretrain.extensions.adopt.deepspeed.zero_files import global_batch_size, precision_of
 from pretrain.extensions.adopt.foreign_run import Omission
@@ -15,6 +14,7 @@ from pretrain.extensions.adopt.optimizers import Recognized, recognize
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _ANOTHER = "use another checkpoint"
 _LOST = {"data_sampler": "DeepSpeed's curriculum over samples", "random_ltd": "random layer dropping"}
+DECAYS = "ds_pretrain_weight_decay"  # key of each parameter's weight decay in a checkpoint that this program wrote
 _ADAM = {"exp_avg", "exp_avg_sq"}
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.convert.universal import convert, export_trainer, export_universal
 from pretrain.distributed.requirements import is_at_least
+from pretrain.extensions.universal.write_universal import convert, export_trainer, export_universal
 from tests.support.cases import case, config, flags
 from tests.support.launch import run_worker
 from tests.support.layouts import MODEL_WITH_EXPERTS, dp2, pp2, relative_difference, run_layouts
@@ -57,7 +57,7 @@ CONTINUED = {"gpt2-zero2": {"zero2": (2, dp2(2)), "pipeline": (2, pp2(1)), "zero
 REAL_ROWS = 250  # ds_to_universal removes the other rows, as if they padded the vocabulary, which has 256 tokens
 INFO = {"llama-zero2": {"vocabulary_parameter_patterns": ["model.embed_tokens.weight", "lm_head.weight"],
                         "original_vocab_size": REAL_ROWS}}
-# At ZeRO-3 the Trainer's JSON needs an optimizer: see convert/universal.py.
+# At ZeRO-3 the Trainer's JSON needs an optimizer: see write_universal.py.
 TRAINER = {"gpt2-trainer2": dp2(2), "llama-trainer1": json_of(dp2(1), **WARMUP),
            "llama-trainer3": json_of(dp2(3), **WARMUP), "bf16-trainer1": dp2(1, precision="bf16"),
            "linear-trainer1": json_of(dp2(1), optimizer=WITHOUT_DECAY),

@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from pretrain.checkpoint.convert.plan_export import check_has_states, plan_export
-from pretrain.checkpoint.convert.universal import convert, export_trainer
+from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
 from pretrain.commands.export import main as export_main
 from pretrain.errors import ConfigError
+from pretrain.extensions.universal.extension import check_has_states
+from pretrain.extensions.universal.write_universal import convert, export_trainer
 from tests.checkpoint.test_export import load_exactly
 from tests.support.checkpoints import STEPS, copy_checkpoints, real_run
 

@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from pretrain.checkpoint.convert.export_hf import conversion_text, write_config, write_hf
 from pretrain.checkpoint.convert.new_folder import check_free_space, fill_new_folder
-from pretrain.checkpoint.convert.plan_export import ExportPlan, check_has_states
+from pretrain.checkpoint.convert.plan_export import ExportPlan
 from pretrain.checkpoint.format.hashed_files import FileRecord, write_atomically
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_checkpoints import read_manifest
@@ -26,6 +26,7 @@ from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.requirements import TESTED
 from pretrain.errors import ConfigError
+from pretrain.extensions.universal.extension import check_has_states
 from pretrain.model.config import ModelConfig
 from pretrain.model.hf_weights import module_tensors, rules_by_module_tensors
 from pretrain.monitor.read_run_folder import newest_start
@@ -86,7 +87,7 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
 
     Args:
         folder: of the checkpoint.
-        config: None: the names of the parameters remain. A model: they become those of its module in transformers.
+        config: None: the names of the parameters remain. A model: they become the names of its module in transformers.
     """
     reader = CheckpointReader(folder)
     if config is not None:
@@ -102,7 +103,7 @@ def write_universal(folder: Path, manifest: Manifest, out: Path, config: ModelCo
                     torch.save({"param": tensor}, out / "zero" / name / f"{state}.pt")
                     progress.advance(tensor.nbytes, name)
                     decays[name] = reader.group(names[0]).get("weight_decay", 0.0)
-                    if step is not None:  # torch's optimizers need a tensor; those of DeepSpeed take one, too
+                    if step is not None:  # torch's optimizers need a tensor; DeepSpeed's take one, too
                         torch.save(torch.tensor(float(step)), out / "zero" / name / "step.pt")
     num_groups = 2 if config is None else _MANY_GROUPS  # ours: one for matrices and one for vectors
     torch.save(_universal_optimizer(reader, step, manifest, num_groups), out / "zero" / "optimizer_state.pt")
