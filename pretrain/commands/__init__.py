@@ -26,7 +26,6 @@ COMMANDS = {
     "data": Command(_DATA, "describe and verify token files, and more", f"{_HERE}.data", is_extensible=True),
     "summary": Command(_AFTER, "progress and losses of a run", "pretrain.analysis.summary"),
     "evaluate": Command(_AFTER, "loss and bits per byte on data", f"{_HERE}.evaluate", is_extensible=True),
-    "generate": Command(_AFTER, "generate text", f"{_HERE}.generate"),
     "import": Command(_WEIGHTS, "import weights of transformers", f"{_HERE}.import_weights"),
     "export": Command(_WEIGHTS, "write a checkpoint for transformers, DeepSpeed or the Trainer",
                       f"{_HERE}.export"),

@@ -10,18 +10,13 @@ import psutil
 import torch
 from torch import nn
 
-from pretrain.analysis.generate.decode import LoadedModel
-from pretrain.analysis.model_source import (
-    LOCAL_FILES,
-    USABLE_MEMORY,
-    GenerationSource,
-    choose_num_devices,
-    require_accelerate,
-)
+from pretrain.analysis.model_source import LOCAL_FILES
 from pretrain.cli import say
 from pretrain.distributed.own_gpu import open_gpu, require_computing
 from pretrain.distributed.world import ALONE
 from pretrain.errors import ConfigError, shorten
+from pretrain.extensions.generate.decode import LoadedModel
+from pretrain.extensions.generate.source import USABLE_MEMORY, GenerationSource, choose_num_devices, require_accelerate
 from pretrain.model.hf_names import TensorRule, name_in_module, stacked_in_module, tensor_rules
 from pretrain.model.hf_weights import to_theirs
 from pretrain.model.own_models import own_model, transformers_config

@@ -1,0 +1,7 @@
+"""Text from a run, a checkpoint or a transformers folder: the subcommand."""
+
+from pretrain.extension import Command, Extension
+
+EXTENSION = Extension(
+    "generate", "Generates text from a checkpoint of any layout, or from a transformers model.",
+    commands={"generate": Command("during and after a run", "generate text", ".main")})
