@@ -289,6 +289,6 @@ def load_model(run: str | os.PathLike[str], *, step: int | None = None, dtype: s
     prepare_deepspeed(detect_device())  # checkpoints hold objects of DeepSpeed
     import torch
 
-    from pretrain.analysis.generate.load_model import load_model as load
+    from pretrain.analysis.transformers_model import load_model as load
 
     return load(source, dtype, torch.device(device))

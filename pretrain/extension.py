@@ -187,7 +187,8 @@ class Extension:
     # key that its callbacks add to rows of training -> unit, and definition
     metrics: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # event, kind of problem, name of a hint, or another situation -> what to do: see `advice_on`; of problems as in
-    # `Problem`; at the end of a run, "finished", a command with {run}
+    # `Problem`; at the end of a run, "finished", a command with {run};
+    # "trained" likewise: for the model of a run with a tokenizer
     advice: Mapping[str, str] = field(default_factory=dict)
     # topics of `ds-pretrain reference` -> title, and "module:function" that returns Markdown
     reference: Mapping[str, tuple[str, str]] = field(default_factory=dict)

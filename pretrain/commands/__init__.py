@@ -29,8 +29,6 @@ COMMANDS = {
                        other_words="status progress show"),
     "evaluate": Command(_AFTER, "loss and bits per byte on data", f"{_HERE}.evaluate", is_extensible=True,
                         other_words="eval perplexity score"),
-    "generate": Command(_AFTER, "generate text", f"{_HERE}.generate",
-                        other_words="chat sample complete inference infer"),
     "import": Command(_WEIGHTS, "import weights of transformers", f"{_HERE}.import_weights"),
     "export": Command(_WEIGHTS, "write a checkpoint for transformers, DeepSpeed or the Trainer",
                       f"{_HERE}.export", other_words="convert save to_hf"),

@@ -211,10 +211,10 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
 
 def commands_for_the_model(plan: Plan) -> list[str]:
     """Return commands for the model of a run that has finished. A word in capitals is for the user to replace."""
-    run, tokenizer = shlex.quote(plan.args.save), plan.args.tokenizer
+    run = shlex.quote(plan.args.save)
+    advised = [command.format(run=run) for command in advice_on("trained") if plan.args.tokenizer]
     evaluated = next((name for name in ("test", "valid") if name in plan.datasets), "")
-    return [*([f"ds-pretrain generate {run} --prompt TEXT"] if tokenizer else []),
-            *([f"ds-pretrain evaluate {run} --split {evaluated}"] if evaluated else []),
+    return [*advised, *([f"ds-pretrain evaluate {run} --split {evaluated}"] if evaluated else []),
             f"ds-pretrain export {run} --output FOLDER"]
 
 

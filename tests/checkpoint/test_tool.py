@@ -103,8 +103,8 @@ def test_checkpoints_with_nan_and_a_damaged_latest_are_reported(run: Path) -> No
     assert find_initial_weights(str(run)).origin.folder.endswith("global_step2")
 
 
-def test_generate_accepts_the_same_folders(run: Path) -> None:
-    """`generate` accepts a run folder or one checkpoint, as `checkpoint` does."""
+def test_other_commands_accept_the_same_folders(run: Path) -> None:
+    """They accept a run folder or one checkpoint, as `checkpoint` does."""
     checkpoints = run / "checkpoints"
     (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "/data/tokenizer"}}]))
     for path, step, found in ((run, None, 3), (checkpoints, None, 3), (checkpoints / "global_step2", None, 2),

@@ -114,7 +114,7 @@ COMMANDS = {  # words -> whether the command succeeds without the data of the ru
     ("evaluate", "RUN"): False, ("evaluate", "RUN", "--split", "train"): False,
     ("check", "--device", "cpu", "--deepspeed_config", "2.json", "--resume_from", "RUN", "--save", "new",
      "--train_steps", "6"): False,
-    ("export", "RUN", "--output", "hf"): True, ("generate", "RUN", "--prompt", "2", "--max_new_tokens", "2"): True,
+    ("export", "RUN", "--output", "hf"): True,
     **entries_of_extensions("foreign_files", "WITHOUT_DATA"),
 }
 

@@ -155,7 +155,6 @@ def trained(dry_gpu: DryGpu, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 # words -> exit code and a part of the output, here and on a GPU that computes nothing
 COMMANDS: dict[str, tuple[list[str], tuple[int, str], tuple[int, str]]] = {
     "evaluate": (["evaluate", RUN], (0, "perplexity"), (1, NOTHING)),
-    "generate": (["generate", RUN, "--prompt", "4 of", "--max_new_tokens", "5"], (0, "4 of"), (1, NOTHING)),
     "train": (["--num_accelerators=1", *FLAGS, "--resume=required"], (0, "complete"), (1, NOTHING)),
     "bench": (["tools/bench.py", "--device=cuda", "--preset=cpu-small", "--rounds=1"], (0, "plain PyTorch"),
               (1, NOTHING)),

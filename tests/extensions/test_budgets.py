@@ -16,6 +16,7 @@ MOST_LINES = {
     "data_watch": 260,
     "fill_in_middle": 220,
     "fp8": 160,
+    "generate": 620,
     "health": 1560,
     "hints": 320,
     "host_time": 350,

@@ -27,7 +27,8 @@ USED: dict[str, dict[str, Any]] = {
     "replay": {"recompute_interval": 1}, "sanity": {"sanity_check": "true"}, "tasks": {"show_predictions": 1}}
 
 # words of extensions that are also words of the core, or of DeepSpeed
-ORDINARY = {"completion", "fp8", "hint", "models", "new", "notify", "profile", "quickstart", "recomputation"}
+ORDINARY = {
+    "completion", "fp8", "generate", "hint", "models", "new", "notify", "profile", "quickstart", "recomputation"}
 # files of the core that may name extensions: deleting the folder leaves them correct
 NAMED_IN = {
     "tests/foreign_files/payloads.py",  # hostile texts with keys that would act

@@ -65,12 +65,10 @@ def commands(world: World) -> dict[str, dict[str, Words]]:
             "calibrate": ["compare", "--calibrate", run, "--model", "tiny", "--world_size", "2"],
             "resume_from": ["check", *world.flags(resume_from=run)],
             "init_from": ["check", *world.flags(init_from=run, **branch)],
-            "generate": ["generate", run, "--prompt", "w1 w2", "--max_new_tokens", "2"],
             "evaluate": ["evaluate", run, "--json", f"{out}/scores.json", "--max_samples", "2"],
             "export": ["export", run, "--output", f"{out}/exported"],
             "consolidate": ["checkpoint", "consolidate", run, f"{out}/consolidated"]},
         "hf": {
-            "generate": ["generate", hf, "--prompt", "w1 w2", "--max_new_tokens", "2"],
             "import": ["import", hf, "--output", f"{out}/imported"],
             "check": ["check", *world.flags(model=hf, model_overrides="", seq_length="16")],
             "init_from": ["check", *world.flags(init_from=hf, seq_length="16", **branch)],
@@ -93,17 +91,17 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "rollbacks.jsonl": ("list", "resume_from"),
         "restarts.jsonl": ("summary",),
         f"{_CHECKPOINT}/{MANIFEST}": (
-            "list", "verify", "diff", "resume_from", "init_from", "generate", "evaluate", "export", "consolidate"),
-        f"{_CHECKPOINT}/shard_index_rank_00000.json": ("verify", "export", "generate"),
+            "list", "verify", "diff", "resume_from", "init_from", "evaluate", "export", "consolidate"),
+        f"{_CHECKPOINT}/shard_index_rank_00000.json": ("verify", "export"),
         "checkpoints/latest": ("list", "resume_from", "init_from", "export")},
-    "hf": {"config.json": (), "tokenizer.json": ("generate", "import", "prepare"),
-           "tokenizer_config.json": ("generate", "import", "prepare"),
+    "hf": {"config.json": (), "tokenizer.json": ("import", "prepare"),
+           "tokenizer_config.json": ("import", "prepare"),
            "special_tokens_map.json": ("import", "prepare"),
-           "generation_config.json": ("generate", "import"),
-           "model.safetensors.index.json": ("generate", "import", "init_from"),
+           "generation_config.json": ("import",),
+           "model.safetensors.index.json": ("import", "init_from"),
            "added_tokens.json": ("import",),
-           "adapter_config.json": ("generate", "import"),
-           "chat_template.jinja": ("import", "generate")},
+           "adapter_config.json": ("import",),
+           "chat_template.jinja": ("import",)},
     "data": {"corpus.meta.json": (), "corpus.sha256.json": ("verify", "info", "check")}}
 
 

@@ -39,9 +39,7 @@ class Case:
 
 # Generated inputs that are valid: reason -> names of the cases
 LEGAL: dict[str, tuple[str, ...]] = {
-    "any text is valid": ("generate --prompt=", "generate --prompt=~/x",
-                            "generate --stop=~/x", "generate --jsonl_key=~/x",
-                            "prepare --jsonl_key=~/x",
+    "any text is valid": ("prepare --jsonl_key=~/x",
                             "prepare --document_separator=~/x",
                             "tokenizer --special_tokens=~/x", "tokenizer --jsonl_key=~/x",
                             "evaluate --jsonl_key=~/x"),
@@ -72,7 +70,6 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "checkpoint diff": ["{world}/done", "{world}/done"],
     "import": ["{world}/hf", "--output", "{world}/out"],
     "export": ["{world}/done", "--output", "{world}/out"],
-    "generate": ["{world}/done"],
     "evaluate": ["{world}/done", "--data", "{world}/plain"],
     "summary": ["{world}/done"],
     "corpus": ["{world}/out"],

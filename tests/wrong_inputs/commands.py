@@ -23,7 +23,7 @@ from tests.wrong_inputs.paths import (
 )
 from tests.wrong_inputs.world import HF_MODEL, safetensors_of
 
-EVALUATE, GENERATE = "evaluate", "generate"
+EVALUATE = "evaluate"
 # programs, command line, wrong paths, text of the error
 _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     *(((TRAIN,), f"RIGHT --{flag} PATH", UNREADABLE, NAME)
@@ -46,13 +46,12 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
     (("checkpoint consolidate",), "{world}/done PATH", USED_FOLDER, NAME),
     (("checkpoint consolidate",), "{world}/done PATH",
      {"in a checkpoint": f"{STEP5}/x"}, IN_CHECKPOINT),
-    ((GENERATE, "summary", "import", "export", EVALUATE), "PATH REST", NO_FOLDER, NAME),
+    (("summary", "import", "export", EVALUATE), "PATH REST", NO_FOLDER, NAME),
     (("import",), "RIGHT --output PATH", USED_FOLDER_OR_STEP, NAME),
     (("export",), "RIGHT --output PATH", USED_FOLDER, NAME),
     (("export",), "RIGHT --tokenizer PATH",
      {what: path for what, path in UNREADABLE.items() if what != "folder"}, "--tokenizer"),
-    ((GENERATE, EVALUATE), "RIGHT --tokenizer PATH", UNREADABLE, "--tokenizer"),
-    ((GENERATE,), "RIGHT --prompt_file PATH", UNREADABLE, NAME),
+    ((EVALUATE,), "RIGHT --tokenizer PATH", UNREADABLE, "--tokenizer"),
     ((EVALUATE,), "{world}/done --data PATH", UNREADABLE, "--data"),
     (("prepare", "tokenizer"), "PATH REST", UNREADABLE, NAME),
     (("tokenizer",), "RIGHT --out PATH", NO_NEW_FOLDER, NAME),
@@ -68,7 +67,6 @@ _PATHS: list[tuple[tuple[str, ...], str, dict[str, str], str]] = [
 ]
 
 _SAFETENSORS, _MANIFEST = "hf/model.safetensors", "done/checkpoints/global_step5/manifest.json"
-_HF = {"broken_hf/config.json": b"{}", "broken_hf/model.safetensors": b""}
 
 
 def _tokenizer(size: int) -> bytes:
@@ -95,19 +93,7 @@ _LINES: list[tuple[str, str, str, dict[str, bytes]]] = [
     ("import", "RIGHT", "tokenizer.model", {"hf/tokenizer.model": b"nonsense"}),
     ("export", "RIGHT", "weights.pt: found SHA-256", {}),
     ("export", "RIGHT --format torch", "--format", {}),
-    *((program, "RIGHT --step 7", "--step 7: ", {}) for program in ("export", GENERATE, EVALUATE)),
-    # prompts
-    (GENERATE, f"RIGHT --prompt '{'w1 ' * 2000}'", "--prompt: the prompt has 2,000 tokens", {}),
-    (GENERATE, f"RIGHT --prompt=a --prompt '{'w1 ' * 2000}'", "--prompt (number 2)", {}),
-    (GENERATE, "RIGHT --prompt=a --prompt_file={world}/text.txt", "--prompt_file: --prompt is given", {}),
-    (GENERATE, "RIGHT --interactive --prompt=a", "--prompt: it has no effect", {}),
-    (GENERATE, "RIGHT --interactive --json", "--json: it has no effect", {}),
-    (GENERATE, "RIGHT --temperature=0 --num_samples=2", "--num_samples", {}),
-    (GENERATE, "RIGHT --devices=2", "--devices: found 2", {}),
-    (GENERATE, "{world}/broken_hf", "broken_hf: ", {"broken_hf/config.json": b"{}"}),
-    (GENERATE, "{world}/broken_hf", "broken_hf/config.json", {**_HF, "broken_hf/config.json": b"{"}),
-    (GENERATE, "{world}/broken_hf --step=1", "--step", _HF),
-    (GENERATE, "{world}/broken_hf", "--tokenizer {world}/broken_hf", _HF),
+    *((program, "RIGHT --step 7", "--step 7: ", {}) for program in ("export", EVALUATE)),
     # evaluation
     *((EVALUATE, f"{{world}}/done {words}", culprit, {}) for words, culprit in (
         ("--data {world}/plain.idx", "without .idx"), ("--data {world}/truncated", "truncated.bin"),

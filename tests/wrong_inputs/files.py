@@ -70,18 +70,14 @@ def _row_cases() -> Iterator[Case]:
         yield case_of(f"metrics.jsonl {key}: {value}", "summary", "{world}/broken", key,
                       {"broken/run.json": start, "broken/metrics.jsonl": text.encode()})
     for text in (b"[5]", b"[{}]", b'[{"flags": 5}]', b"[]", b"{}", b'[{"flags": {}, "train_steps": "x"}]'):
-        for program in ("summary", "generate"):
-            if program == "summary" or b"train_steps" not in text:  # generate.py does not read the steps
-                yield case_of(f"{program} run.json: {text!r}", program, "{world}/done", "run.json", {
-                    "done/run.json": text})
+        yield case_of(f"summary run.json: {text!r}", "summary", "{world}/done", "run.json", {"done/run.json": text})
 
 
 def _text_cases() -> Iterator[Case]:
     """Yield files with text that are damaged, or whose format is in doubt or not supported."""
     read_by = {"prepare": "{world}/%s REST --out {world}/new/out",
                "tokenizer": "{world}/%s REST --out {world}/new/out",
-               "evaluate": "{world}/done --data {world}/%s",
-               "generate": "{world}/done --prompt_file {world}/%s --jsonl_key=text"}
+               "evaluate": "{world}/done --data {world}/%s"}
     for file, raw in (("in.txt", b"\xff\xfe\x00"), ("in.txt", b""), ("in.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00"),
                       *(("in.jsonl", raw) for raw in (b"text", b'{"txt": "a"}', b'{"text": 5}', b'["a"]', b"[" * DEEP,
                                                      b'{"text": "\\ud800"}', b"9" * 5000))):

@@ -25,7 +25,7 @@ NEWEST = "checkpoints/global_step3"
 MANIFEST = f"{NEWEST}/manifest.json"
 # file of the run folder -> the programs that read it
 READERS = {
-    MANIFEST: ("list", "verify", "export", "evaluate", "generate", "resume"),
+    MANIFEST: ("list", "verify", "export", "evaluate", "resume"),
     "run.json": ("summarize", "evaluate", "export", "calibrate", "resume"),
     "metrics.jsonl": ("summarize", "calibrate", "slurm", "progress", "goodput"),
     "events.jsonl": ("slurm", "progress", "goodput", "resume"),
@@ -54,7 +54,7 @@ def _programs(run: Path, flags: list[str]) -> dict[str, Callable[[], Any]]:
 
     return {"list": tool("checkpoint list", str(run)), "verify": tool("checkpoint verify", str(run)),
             "export": tool("export", str(run), "--output", f"{run}-out"),
-            "evaluate": tool("evaluate", str(run)), "generate": tool("generate", str(run)),
+            "evaluate": tool("evaluate", str(run)),
             "summarize": tool("summary", str(run)),
             "calibrate": tool("compare", "--calibrate", str(run), "--model", "tiny", "--world_size", "2"),
             **{name: tool(*words) for name, words in of_extensions.items()},

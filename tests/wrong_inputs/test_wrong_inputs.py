@@ -19,7 +19,7 @@ CASES = cases()
 PROCESSES = (  # one case of each sort, which runs in its own process
     "pretrain/train.py RIGHT --save PATH: proc", "pretrain/train.py RIGHT --model PATH: missing",
     "YAML: b'[[[[[[[[[[[['",
-    "pretrain/train.py DeepSpeed JSON: deep", "generate PATH REST: missing", 'metrics.jsonl loss: "x"',
+    "pretrain/train.py DeepSpeed JSON: deep", 'metrics.jsonl loss: "x"',
     "checkpoint consolidate {world}/done PATH: proc", "gpt2 vocab_size: 1000000000",
     "checkpoint consolidate {world}/done PATH: under a file", "corpus --megabytes=inf",
     "prepare RIGHT --out PATH: slash",

@@ -127,7 +127,7 @@ class RunArguments:
     tokenizer: str | None = DATA.flag(
         None, "SentencePiece .model file, a folder with it or with tokenizer.json, a repository (org/name), a preset's "
         "name such as gpt2, the word bytes, or what an extension reads; checked against data and model, and used by "
-        "`ds-pretrain generate`",
+        "subcommands that read the run",
         parse=path_text, metavar="PATH")
     seq_length: int = DATA.flag(1024, "tokens in a sample", low=1)
     seq_length_schedule: str | None = DATA.flag(

@@ -17,7 +17,7 @@ from pretrain.data.prepare.shards import Shard, facts_of_shards
 from pretrain.data.text_inputs.dataset import NamedDataset
 from pretrain.data.text_inputs.find import Input, Inputs
 from pretrain.data.text_inputs.stored_file import StoredFile, check_version
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, file_errors
 from pretrain.paths import write_synced
 from pretrain.stored_json import read_object
 
@@ -48,10 +48,8 @@ def _entry(found: Input) -> list[Any]:
         return [found.path, found.num_bytes, found.dataset.commit]
     if not found.can_resume:
         return [found.path, None, None]
-    try:
+    with file_errors(found.path):
         status = os.stat(found.path)
-    except OSError as error:
-        raise ConfigError(found.path, problem=f"it cannot be read: {error.strerror}") from None
     return [found.path, status.st_size, status.st_mtime_ns]
 
 

@@ -41,7 +41,7 @@ from pretrain.data.text_inputs.other_files import (
 )
 from pretrain.data.text_inputs.parquet import check_parquet
 from pretrain.data.text_inputs.stored_file import StoredFile, is_remote, local_path, stored_file, stored_files
-from pretrain.errors import ConfigError, counted, printable, shorten
+from pretrain.errors import ConfigError, counted, file_errors, printable, shorten
 from pretrain.remote import is_url, without_credentials
 
 _COMPRESSION_RATIO = 4  # assumed compression of gzip, zstd and Parquet files
@@ -253,10 +253,8 @@ def _paths(word: str, side_files: list[str]) -> Iterator[str]:
 def _files_of_folder(folder: str, side_files: list[str]) -> Iterator[str]:
     """Yield the files below a folder, sorted. Links are followed, unless they lead back to a folder above."""
     above = os.path.realpath(folder)
-    try:
+    with file_errors(folder, "this folder cannot be read: {}"):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        raise ConfigError(folder, problem=f"this folder cannot be read: {error.strerror}") from None
     for entry in entries:
         is_folder = entry.is_dir()
         if entry.name.startswith(".") or _is_side_file(entry.name, is_folder):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.token_files.token_file import TokenFile, Url
-from pretrain.errors import ConfigError, listed
+from pretrain.errors import ConfigError, file_errors, listed
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -77,10 +77,8 @@ class IndexFile:
         return int(self.document_index(self.num_index_entries - 1, self.num_index_entries)[0])
 
     def _entries(self, dtype: np.dtype[Any], start: int, first: int, last: int) -> npt.NDArray[Any]:
-        try:
+        with file_errors(self.path, remedy="start again when it can be read"):  # a disk or a network may fail
             content = self.file.read(start + first * dtype.itemsize, (last - first) * dtype.itemsize)
-        except OSError as error:  # a disk or a network that fails
-            raise ConfigError(str(self.path), problem=reason(error), remedy="start again when it can be read") from None
         return np.frombuffer(content, dtype)
 
     @property

@@ -10,7 +10,7 @@ from pretrain.data.token_files.check_hashes import block_sha256
 from pretrain.data.token_files.hashes import BLOCK_BYTES, DataHashes, hashes_path, read_hashes, write_hashes
 from pretrain.data.token_files.index_file import CHUNK_ENTRIES, check_entries, ranges
 from pretrain.data.token_files.indexed_dataset import IndexedDataset, open_checked, read_meta
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, file_errors
 from pretrain.remote import is_url
 
 Advance = Callable[[int, str], None]  # `ProgressBar.advance`: number of bytes, note
@@ -102,11 +102,8 @@ def store_hashes(prefix: str, advance: Advance) -> DataHashes:
                           remedy="hash the data where it was prepared, and upload PREFIX.sha256.json with it")
     data, path = IndexedDataset(prefix), hashes_path(prefix)
     hashes = _hash(data, advance)
-    try:
+    with file_errors(path, "it cannot be written: {}", "hash the data as a user who may write there"):
         write_hashes(path, hashes)
-    except OSError as error:
-        raise ConfigError(str(path), problem=f"it cannot be written: {error.strerror}",
-                          remedy="hash the data as a user who may write there") from None
     return hashes
 
 
@@ -149,14 +146,12 @@ def _differences(data: IndexedDataset, stored: DataHashes, path: Path, advance: 
 def _hash(data: IndexedDataset, advance: Advance) -> DataHashes:
     """Hash a data set. Raises ConfigError if it is changed at the same time."""
     status = data.file.status()
-    try:
+    with file_errors(data.bin_path):
         data.idx_sha256 = data.index.sha256
         hashes = data.new_hashes(status, ())
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             blocks = tuple(_with_progress(pool.map(lambda number: block_sha256(data, number),
                                                    range(hashes.num_blocks)), advance))
-    except OSError as error:
-        raise ConfigError(str(data.bin_path), problem=f"it cannot be read: {error.strerror}") from None
     after = data.file.status()
     if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
         raise ConfigError(str(data.bin_path), problem="it was changed while it was read", remedy="try again")

@@ -139,15 +139,11 @@ class IndexedWriter:
         self._remove_temporary()
 
     def _remove_temporary(self) -> None:
-        for file in self._files.values():
-            with contextlib.suppress(OSError):  # a full disk, which an earlier write has already reported
-                file.close()
-        for path in self._temporary.values():
-            with contextlib.suppress(OSError):
-                path.unlink()
-        for folder in self._created:  # rmdir removes only empty folders
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        for remove in (*(file.close for file in self._files.values()),
+                       *(path.unlink for path in self._temporary.values()),
+                       *(folder.rmdir for folder in self._created)):  # rmdir removes only empty folders
+            with contextlib.suppress(OSError):  # such as a full disk, which an earlier write has already reported
+                remove()
 
 
 def complete_files(files: Mapping[str, Path], dtype: npt.DTypeLike, lengths: Path, document_ends: Path | None = None, *,

@@ -20,7 +20,7 @@ from pretrain.data.tokenizers.huggingface_tokenizer import read_library
 from pretrain.data.tokenizers.sentencepiece_encoder import join_tokens, sentencepiece_batch, sentencepiece_ids
 from pretrain.data.tokenizers.special_tokens import TokenIds, find_special_tokens, read_object
 from pretrain.data.tokenizers.word_cache import EncodeBatch, Integers
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, file_errors
 from pretrain.hub import find_repository, snapshot_in, tokenizer_repository
 from pretrain.stored_json import open_regular
 
@@ -184,11 +184,8 @@ def file_of_tokenizer(value: str) -> str | None:
 
 def read_content(file: Path) -> bytes:
     """Return the bytes of a tokenizer's file. Raises ConfigError."""
-    try:
-        with open_regular(file) as opened:
-            return opened.read()
-    except OSError as error:
-        raise ConfigError(f"--tokenizer {file}", problem=f"it cannot be read: {error.strerror}") from None
+    with file_errors(f"--tokenizer {file}"), open_regular(file) as opened:
+        return opened.read()
 
 
 def check_links(folder: Path) -> None:

@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.analysis.generate import decode
-from pretrain.analysis.generate.decode import Completion, LoadedModel, Sampling, generate, generate_batch
-from pretrain.analysis.generate.load_model import load_model
-from pretrain.analysis.generate.prompts import EncodedPrompt, Prompt, encode_prompt
-from pretrain.analysis.model_source import GenerationSource, generation_source
+from pretrain.analysis.transformers_model import load_model
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
+from pretrain.extensions.generate import decode
+from pretrain.extensions.generate.decode import Completion, LoadedModel, Sampling, generate, generate_batch
+from pretrain.extensions.generate.prompts import EncodedPrompt, Prompt, encode_prompt
+from pretrain.extensions.generate.source import GenerationSource, generation_source
 from pretrain.model.config import ModelConfig
 from pretrain.model.layer_specs import as_module
 from tests.conftest import selected_params
+from tests.extensions.generate.generation import VOCAB, GenerateTool, text_of, write_letters
 from tests.support.cases import case, flags
-from tests.support.generation import VOCAB, GenerateTool, text_of, write_letters
 from tests.support.layouts import dp2, pp2, run_layouts
 from tests.support.model_shapes import SHAPES, write_config
 

@@ -4,7 +4,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from pretrain.analysis.generate.prompts import (
+from pretrain.cli import Parser, number, path, path_text, say, text, whole_number
+from pretrain.distributed.device import detect_device
+from pretrain.engine.prepare import prepare_deepspeed
+from pretrain.errors import ConfigError
+from pretrain.extensions.generate.prompts import (
     EncodedPrompt,
     Prompt,
     encode_prompt,
@@ -12,15 +16,11 @@ from pretrain.analysis.generate.prompts import (
     prompts_of_flags,
     read_prompt_file,
 )
-from pretrain.analysis.model_source import check_devices, generation_dtype, generation_source
-from pretrain.cli import Parser, number, path, path_text, say, text, whole_number
-from pretrain.distributed.device import detect_device
-from pretrain.engine.prepare import prepare_deepspeed
-from pretrain.errors import ConfigError
+from pretrain.extensions.generate.source import check_devices, generation_dtype, generation_source
 from pretrain.model.own_models import MODEL_CODE_HELP, imported_model_code
 
 if TYPE_CHECKING:  # these import torch
-    from pretrain.analysis.generate.decode import LoadedModel, Sampling
+    from pretrain.extensions.generate.decode import LoadedModel, Sampling
 
 SEPARATOR = "-" * 8  # between two texts
 
@@ -118,8 +118,8 @@ def main() -> None:
     source.verify()
     if source.config is not None:
         prepare_deepspeed(device)  # its checkpoints hold objects of DeepSpeed
-    from pretrain.analysis.generate.decode import Sampling
-    from pretrain.analysis.generate.load_model import load
+    from pretrain.extensions.generate.decode import Sampling
+    from pretrain.extensions.generate.load_model import load
 
     longest = max((len(prompt.tokens) for prompt in prompts), default=0)
     loaded = load(source, generation_dtype(args.dtype, source.precision, device), device.kind, num_devices=args.devices,
@@ -128,7 +128,7 @@ def main() -> None:
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.repetition_penalty,
                         args.seed, tuple(args.stop), use_cache=not args.no_cache)
     if args.interactive:
-        from pretrain.analysis.generate.decode import interact
+        from pretrain.extensions.generate.decode import interact
 
         interact(loaded, encode, sampling)
     else:
@@ -138,7 +138,7 @@ def main() -> None:
 def _print_texts(loaded: "LoadedModel", prompts: list[EncodedPrompt], sampling: "Sampling",
                  args: argparse.Namespace) -> None:
     """Print each text as soon as its batch ends, or a JSON object for each."""
-    from pretrain.analysis.generate.decode import generate
+    from pretrain.extensions.generate.decode import generate
 
     completions = generate(loaded, prompts, sampling, num_samples=args.num_samples, batch_size=args.batch_size)
     for index, completion in enumerate(completions):

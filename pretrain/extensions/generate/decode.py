@@ -19,10 +19,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pretrain.analysis.generate.prompts import EncodedPrompt, Prompt
 from pretrain.cli import say
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
+from pretrain.extensions.generate.prompts import EncodedPrompt, Prompt
 
 _GREEDY_BELOW = 1e-6  # temperature; scores divided by less would overflow
 _INCOMPLETE = "\ufffd"  # a tokenizer decodes an incomplete UTF-8 character to this one

@@ -10,23 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.analysis import model_source
-from pretrain.analysis.generate.load_model import empty_model, load_model, memory_needed, spread
-from pretrain.analysis.model_source import (
-    GenerationSource,
-    check_devices,
-    choose_num_devices,
-    evaluation_source,
-    generation_dtype,
-    generation_source,
-)
+from pretrain.analysis.model_source import evaluation_source
+from pretrain.analysis.transformers_model import empty_model, load_model
 from pretrain.checkpoint.convert.write_weights import import_hf
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, find_hf_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
+from pretrain.extensions.generate import source
+from pretrain.extensions.generate.load_model import memory_needed, spread
+from pretrain.extensions.generate.source import (
+    GenerationSource,
+    check_devices,
+    choose_num_devices,
+    generation_dtype,
+    generation_source,
+)
 from pretrain.model.config import load_model_config, model_config_from
-from tests.support.generation import LETTERS, GenerateTool, text_of, write_letters
+from tests.extensions.generate.generation import LETTERS, GenerateTool, text_of, write_letters
 from tests.support.hf_models import save_hf_model
 from tests.support.launch import ROOT
 from tests.support.model_shapes import SHAPES
@@ -183,7 +184,7 @@ def test_devices_and_data_types_are_chosen_by_what_fits(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"accelerate, which is not installed. Run `pip install 'ds-pretrain"):
         check_devices(2, GPU)
     for fast in (True, False):
-        monkeypatch.setattr(model_source, "multiplies_bf16", lambda fast=fast: fast)
+        monkeypatch.setattr(source, "multiplies_bf16", lambda fast=fast: fast)
         assert [generation_dtype("auto", precision, CPU) for precision in ("fp32", "bf16", "fp16")] == [
             "fp32", "bf16" if fast else "fp32", "fp32"]
     assert [generation_dtype("auto", precision, GPU) for precision in ("fp32", "bf16", "fp16")] == [

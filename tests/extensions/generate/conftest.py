@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.generation import GenerateTool
+from tests.extensions.generate.generation import GenerateTool
 
 
 @pytest.fixture
