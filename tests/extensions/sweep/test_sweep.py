@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pretrain.errors import ConfigError
-from pretrain.extensions.sweep.results import edges
+from pretrain.extensions.sweep.main import edges
 from pretrain.extensions.sweep.sweep_file import Dimension, read_sweep
 from tests.support.cases import config, flags
 from tests.support.launch import PROGRAM
@@ -24,7 +24,7 @@ SPACE = {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "weight_deca
 
 
 def write(place: Path, **others: Any) -> None:
-    """Write sweep.yaml: a sweep of 12 runs in less than 40 lines."""
+    """Write the file of a sweep of 12 runs in less than 40 lines."""
     values = {"config": "run.yaml", "folder": "sweep", "runs": 12, "ranks": 2, "parallel": 2,
               "flags": {"train_steps": 6, "eval_interval": 2}, "space": SPACE, **others}
     text = yaml.safe_dump({name: value for name, value in values.items() if value is not None})
