@@ -100,7 +100,7 @@ def make_plan(config: str | os.PathLike[str] | None = None, *, ranks: int | None
             flags of several words; mappings for model_overrides and dataset_args. None leaves a flag out.
     """
     words = [f"--config={os.fspath(config)}"] if config is not None else []
-    return _planned([*words, *(word for name, value in flags.items() for word in _words(name, value))], ranks)
+    return _planned([*words, *(word for name, value in flags.items() for word in flag_words(name, value))], ranks)
 
 
 def _planned(words: Sequence[str], ranks: int | None) -> RunPlan:
@@ -112,7 +112,7 @@ def _planned(words: Sequence[str], ranks: int | None) -> RunPlan:
     return RunPlan(tuple(words), size, start.plan_to_run)
 
 
-def _words(name: str, value: Any) -> list[str]:
+def flag_words(name: str, value: Any) -> list[str]:
     """Return a flag as words of the command line. Raises ConfigError for values that no flag has."""
     if value is None:
         return []

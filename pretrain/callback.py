@@ -30,6 +30,8 @@ operations, if all its ranks do. It must not raise an exception on some ranks on
 
 import contextlib
 import json
+import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from pretrain.terminal import Screen
 
 
+COMBINE = ("mean", "max", "sum")  # of Run.log
+_NAME = re.compile(r"[A-Za-z][\w./-]{0,99}")
 _PHASES = ("eval", "save")
 _REVERSED = ("after_step", "close")
 _AROUND_UPDATE = ("before_update", "rejects", "after_update")
@@ -215,6 +219,36 @@ class Callback(UpdatePart):
 
 
 @dataclass
+class LoggedValue:
+    """Values of `Run.log` under a name since the last row, without a read from the device."""
+
+    combine: str
+    total: "float | torch.Tensor" = 0.0  # with "max": the highest
+    count: int = 0
+
+    def add(self, value: "float | torch.Tensor") -> None:
+        """Add a value of a step."""
+        detach = getattr(value, "detach", None)
+        value = float(value) if detach is None else detach().reshape(())
+        if self.combine != "max":
+            self.total = self.total + value
+        elif self.count and detach is not None:
+            self.total = value.clamp(min=self.total)  # type: ignore[union-attr]
+        else:
+            self.total = max(value, float(self.total)) if self.count else value
+        self.count += 1
+
+    def of_rank(self) -> float:
+        """Return the value of this rank. Waits for the device."""
+        return float(self.total) / (1 if self.combine == "max" else self.count)
+
+    def of_all(self, ranks: "np.ndarray") -> float:
+        """Return the value of a row; NaN if no rank has one."""
+        known = ranks[ranks == ranks]
+        return float(getattr(known, self.combine)()) if len(known) else math.nan
+
+
+@dataclass
 class Run:
     """A run, as its callbacks see it. They may read all fields.
 
@@ -238,9 +272,30 @@ class Run:
     saves_at_stop: bool = True
     is_done: bool = False  # what was to be done is done, although steps are left
     first_step: int = field(init=False)  # number of steps done before this process
+    logged: "dict[str, LoggedValue]" = field(default_factory=dict)  # since the last row, by name
 
     def __post_init__(self) -> None:
         self.first_step = self.step
+
+    def log(self, name: str, value: "float | torch.Tensor", combine: str = "mean") -> None:
+        """Add a key to the next row of a logged step: the mean of the values since the last row, over all ranks.
+
+        The row is one of metrics.jsonl, the trackers and the report. All ranks log the same names, in any order. NaN:
+        this rank has no value. A tensor with one element stays on its device until the row is made.
+
+        Args:
+            name: such as "my_norm", a key that rows do not have yet.
+            combine: "mean", "max" or "sum" of the ranks' values; with "max" also over the steps.
+        """
+        if not _NAME.fullmatch(name) or combine not in COMBINE:
+            raise ValueError(f"run.log({name!r}, combine={combine!r}): expected a name of letters, digits and _./-, "
+                             f"and one of {', '.join(COMBINE)}")
+        self.logged.setdefault(name, LoggedValue(combine)).add(value)
+
+    def take_logged(self) -> "dict[str, LoggedValue]":
+        """Return what was logged since the last call, by name in a fixed order."""
+        taken, self.logged = dict(sorted(self.logged.items())), {}
+        return taken
 
     def is_due(self, interval: int) -> bool:
         """Return whether something that is done every `interval` steps (0: never), and after the last step, is due."""

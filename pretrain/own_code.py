@@ -1,13 +1,14 @@
-"""Modules of the user's own code: --dataset_module and --model_code. Their import, and errors that they raise.
+"""Modules of the user's own code, such as those of --dataset_module. Their import, and errors that they raise.
 
-This is the only place that imports a module whose name the user gives. The name comes from the command line or the file
-of --config alone: no record of a run makes a program import code.
+This is the only place that imports a module whose name the user gives. The name comes from the command line, the file
+of --config or the DeepSpeed JSON that they name: no record of a run makes a program import code.
 """
 
 import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,6 +52,15 @@ def own_object(spec: str, where: str, example: str = "my_module:EXTENSION") -> A
     if name not in found:
         raise ConfigError(where, problem=f"the module {module} has no {shorten(name)}", word=name, known=found)
     return found[name]
+
+
+def own_function(spec: str, where: str, example: str) -> Callable[..., Any]:
+    """Return the function that the user names as module:NAME: see `own_object`. Raises ConfigError."""
+    found = own_object(spec, where, example)
+    if not callable(found):
+        raise ConfigError(where, found=type(found).__name__, expected="a function")
+    function: Callable[..., Any] = found
+    return function
 
 
 def own_code_failed(where: str, what: str, error: BaseException) -> ConfigError:

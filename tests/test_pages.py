@@ -86,7 +86,8 @@ def test_commands_are_in_bash_blocks(page: Path) -> None:
     Blocks of python are files of the user, which begin with the name: test_quickstart.py writes them for the commands.
     """
     for language, content in blocks(page):
-        assert language in ("bash", "text", "log", "json", "python", "toml"), f"a block of {language or 'no language'}"
+        assert language in ("bash", "text", "log", "json", "python", "toml", "yaml"), \
+            f"a block of {language or 'no language'}"
         assert language != "python" or re.match(r"# \w+\.py\b", content)
         if language == "json":
             json.loads(content)

@@ -194,8 +194,8 @@ def _run_page(page: Path, clone: Path, home: Path) -> None:
         (clone / "text").mkdir(exist_ok=True)
         documents = (clone / "runs/quickstart/corpus/train.jsonl").read_text().splitlines(keepends=True)
         (clone / "text/own.jsonl").write_text("".join(documents[:150]))
-    for language, content in blocks(page):
-        if language == "python" and (name := re.match(r"# (\w+\.py)\b", content)):  # a file of the user
+    for language, content in blocks(page):  # files of the user
+        if language in ("python", "yaml") and (name := re.match(r"# (\w+\.(?:py|yaml))\b", content)):
             (clone / name[1]).write_text(content)
     for command in block_commands(page):
         if command not in runnable(page) and not (FRESH and command.startswith("pip install ")):

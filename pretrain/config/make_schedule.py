@@ -9,7 +9,7 @@ import itertools
 
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.plan import RunLength
-from pretrain.config.schedule import KINDS, Schedule
+from pretrain.config.schedule import KINDS, Schedule, check_own_schedule, import_schedule
 from pretrain.data.token_schedules import parse_token_count, parse_whole_number
 from pretrain.errors import ConfigError
 
@@ -29,19 +29,23 @@ def make_schedule(flags: RunArguments, *, peak: float, length: RunLength) -> Sch
         ConfigError: if the warm-up is longer than the run, if the decay ends before the warm-up does, if wsd's final
             decay does not fit between them, or if a milestone is not after the warm-up.
     """
+    if ":" in flags.lr_schedule:
+        import_schedule(flags.lr_schedule)
     name, kind = flags.lr_schedule, KINDS[flags.lr_schedule]
     warmup_steps = _warmup_steps(flags, length)
     decay_steps = _steps(flags.lr_decay_steps, flags.lr_decay_tokens, length, default=length.train_steps)
     if kind.decays:
         _check_range(_given(flags, "lr_decay"), decay_steps, max(warmup_steps, 1))
     has_milestones = "lr_milestones" in kind.flags
-    return Schedule(
+    schedule = Schedule(
         name, peak, _min_ratio(flags, peak), warmup_steps, decay_steps,
         wsd_steps=_wsd_steps(flags, warmup_steps, decay_steps, length) if "lr_wsd_steps" in kind.flags else 0,
         decay_shape=flags.lr_decay_shape or "linear", initial_ratio=kind.initial_ratio or 0.0,
         milestones=_milestones(flags, warmup_steps, length) if has_milestones else (),
         milestone_factor=flags.lr_milestone_factor or DEFAULT_MILESTONE_FACTOR if has_milestones else 1.0,
         first_number=0 if flags.lr_counts_from_0 else 1)
+    check_own_schedule(schedule, length.train_steps)
+    return schedule
 
 
 def _given(flags: RunArguments, name: str) -> str:

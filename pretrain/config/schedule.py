@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.errors import ConfigError
+from pretrain.own_code import own_code_failed, own_function
 
 DECAY_SHAPES = ("linear", "sqrt", "1-sqrt", "cosine")  # of wsd
 LR_SCALINGS = ("linear", "sqrt")
@@ -40,7 +41,9 @@ class Schedule:
     peak: float
     min_ratio: float  # lowest rate as a fraction of the peak
     warmup_steps: int
-    decay_steps: int  # number of the first step with the lowest rate; unused unless `Kind.decays`
+    # number of the first step with the lowest rate; of a schedule of the user's code, the steps of the run; unused
+    # unless `Kind.decays`
+    decay_steps: int
     wsd_steps: int  # length of wsd's final decay; 0 for the other schedules
     decay_shape: str = "linear"  # of wsd; one of DECAY_SHAPES
     initial_ratio: float = 0.0  # of one_cycle: rate of the first step as a fraction of the peak
@@ -128,12 +131,47 @@ KINDS = {
 }
 
 
+def import_schedule(name: str) -> None:
+    """Add the schedule that --lr_schedule names as my_module:function to KINDS. Raises ConfigError.
+
+    The function gets the number of the step, from 1, and the steps of the run, and returns the rate as a fraction of
+    the peak. It applies after the warm-up, which is one step by default.
+    """
+    where = f"--lr_schedule {name}"
+    function = own_function(name, where, "my_module:schedule")
+
+    def fraction(schedule: Schedule, number: int) -> float:
+        try:
+            return float(function(number, schedule.decay_steps))
+        except Exception as error:
+            raise own_code_failed(where, f"the schedule at step {number}", error) from error
+
+    KINDS[name] = Kind(fraction, warmup_fraction=0.0)
+
+
+def check_own_schedule(schedule: Schedule, train_steps: int) -> None:
+    """Raise ConfigError if a schedule of the user's code fails, or returns no rate. Of a long run, 1,000 steps."""
+    if ":" not in schedule.kind:
+        return
+    for step in {*range(0, train_steps, max(1, train_steps // 1000)), train_steps - 1}:
+        if not (0 <= (rate := schedule(step)) < math.inf):  # False for NaN
+            raise ConfigError(f"--lr_schedule {schedule.kind}", found=f"the rate {rate:g} at step {step + 1}",
+                              expected="a finite number from 0", remedy="return a fraction of the peak rate")
+
+
+def _not_imported(schedule: Schedule, number: int) -> float:
+    raise ConfigError(f"--lr_schedule {schedule.kind}", problem="the run had this schedule of the user's code, which a "
+                      "record alone never imports", remedy="give the flag again")
+
+
 def schedule_from_json(values: Mapping[str, Any]) -> Schedule:
     """Return the schedule that `dataclasses.asdict` wrote. Fields of later versions that are missing have defaults.
 
     Raises ConfigError for unknown fields, which a newer version may have written.
     """
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(Schedule)})
+    if isinstance(kind := values.get("kind"), str) and ":" in kind:
+        KINDS.setdefault(kind, Kind(_not_imported))
     if unknown or values.get("kind") not in tuple(KINDS):  # the value may be of any type
         found = f"the field {unknown[0]}" if unknown else f"kind {values.get('kind')}"
         raise ConfigError("learning-rate schedule", found=found, expected="a schedule that this version supports",

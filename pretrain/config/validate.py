@@ -23,6 +23,7 @@ from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements, untested_version
 from pretrain.errors import ConfigError
 from pretrain.model.own_models import import_own_model
+from pretrain.own_code import own_function
 
 
 def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None,
@@ -64,6 +65,7 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
     check_flags(args)
     import_own_model(args.model, args.model_code)
     check_initialization_flags(args)
+    _check_own_loss(args)
     if world_size < 1:
         raise ConfigError("world size", found=world_size, expected="at least 1 rank")
     file = read_ds_config(args.deepspeed_config)
@@ -78,6 +80,17 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device,
     check_rules(plan)
     undecayed_names(args.no_weight_decay, model)
     return replace(plan, notes=(untested, *plan.notes)) if untested else plan
+
+
+def _check_own_loss(args: RunArguments) -> None:
+    """Raise ConfigError for a --loss that cannot be imported, and for terms that it would not have."""
+    if args.loss is None:
+        return
+    own_function(args.loss, f"--loss {args.loss}", "my_module:loss")
+    for name in ("label_smoothing", "z_loss"):
+        if getattr(args, name):
+            raise ConfigError(f"--{name}", problem="it is a term of the cross-entropy, which --loss replaces",
+                              remedy=f"leave it out, or add it in {args.loss}")
 
 
 def _check_evaluations(args: RunArguments, data: RunData) -> None:

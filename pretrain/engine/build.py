@@ -33,9 +33,9 @@ from pretrain.engine.expert_parallelism import (
 )
 from pretrain.engine.layer_times import with_layer_times
 from pretrain.engine.optimizer import (
-    eight_bit_optimizer,
     group_settings,
     is_matrix,
+    made_here,
     mup_parameter_groups,
     parameter_groups,
 )
@@ -59,6 +59,7 @@ from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks, gather_complete_blocks
 from pretrain.model.operators import choose_operators
 from pretrain.model.parameters import check_dtype
+from pretrain.own_code import own_function
 
 
 @contextlib.contextmanager
@@ -78,7 +79,9 @@ def emulate_fp16() -> None:
 
 def _build_module(plan: Plan, groups: ParallelGroups, mpu: Mpu | None) -> torch.nn.Module:
     plain_operators, recompute = plan.args.plain_operators, plan.layout.recomputation
-    terms = LossTerms(label_smoothing=plan.args.label_smoothing, z_loss=plan.args.z_loss)
+    terms = LossTerms(label_smoothing=plan.args.label_smoothing, z_loss=plan.args.z_loss,
+                      own=None if plan.args.loss is None else
+                      own_function(plan.args.loss, f"--loss {plan.args.loss}", "my_module:loss"))
     if plan.layout.uses_pipeline_module:
         return as_pipeline(plan.model, num_stages=plan.layout.pipeline_stages, seq_length=plan.args.seq_length,
                            partition_method=plan.layout.partition_method, layer_times=plan.layout.layer_times,
@@ -130,7 +133,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     if plan.layout.zero_stage == 3 and (plan.args.compile_blocks or groups.tensor.size > 1):
         gather_complete_blocks(module)
     survive_failing_monitors()
-    make_optimizer, ds_config = eight_bit_optimizer(plan)
+    make_optimizer, ds_config = made_here(plan)
     mark_experts(module, groups.expert)
     with announced_experts(module):
         try:

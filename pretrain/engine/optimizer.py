@@ -7,6 +7,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch.optim.lr_scheduler import LambdaLR
 
+from pretrain.config.ds_json.optimizers import OPTIMIZERS
 from pretrain.config.plan import Plan
 from pretrain.engine.attachments import attachments
 from pretrain.model.init_methods import is_embedding
@@ -130,21 +131,24 @@ def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:
         group["lr"] = lr * (own / initial[0] if initial[0] > 0 else 1.0)
 
 
-def eight_bit_optimizer(plan: Plan) -> tuple[MakeOptimizer | None, dict[str, Any]]:
-    """Return the function that makes AdamW of bitsandbytes, and the JSON without its "optimizer" block.
+def made_here(plan: Plan) -> tuple[MakeOptimizer | None, dict[str, Any]]:
+    """Return the function that makes AdamW of bitsandbytes or the user's optimizer, and the JSON without "optimizer".
 
-    DeepSpeed's JSON does not offer it, but DeepSpeed accepts such a function (runtime/engine.py,
-    _configure_optimizer). It needs CUDA; the tests use a stand-in for the package. For all other optimizers, return
+    DeepSpeed's JSON does not offer them, but DeepSpeed accepts such a function (runtime/engine.py,
+    _configure_optimizer). The first one needs CUDA; the tests use a stand-in for it. For all other optimizers, return
     None and the plan's JSON: DeepSpeed makes them.
     """
-    if plan.layout.optimizer != "adamw8bit":
-        return None, plan.ds_config
-    from bitsandbytes.optim import AdamW8bit
+    own = OPTIMIZERS[plan.layout.optimizer].own
+    if plan.layout.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
 
+        own = AdamW8bit
+    if own is None:
+        return None, plan.ds_config
     params = plan.ds_config["optimizer"]["params"]
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = AdamW8bit(groups, **params)
+        optimizer: torch.optim.Optimizer = own(groups, **params)
         return optimizer
 
     return make, {key: value for key, value in plan.ds_config.items() if key != "optimizer"}

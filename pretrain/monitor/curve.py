@@ -33,7 +33,7 @@ class Facts:
     peak_lr: float | None = None
     is_new: bool = False  # the run began with random weights
     has_adam: bool = False  # the optimizer is Adam or AdamW
-    label_smoothing: bool = False  # the training loss is higher than the cross-entropy
+    label_smoothing: bool = False  # or another --loss: the training loss is not the cross-entropy
     mixes_data: bool = False  # --blend_schedule: the data, and with it the loss, changes while the run trains
     eval_steps: int = 1  # global batches of an evaluation
     blocks: float | None = None  # that one device computes in a step: of its pipeline stage, times micro-batches
@@ -55,7 +55,8 @@ class Facts:
                    peak if isinstance(peak, float) and peak > 0 else None,
                    is_new="first_step" in start and not start.get("origin") and not start.get("lineage"),
                    has_adam=str(optimizer.get("type")).lower().endswith(("adam", "adamw")),
-                   label_smoothing=bool(flags.get("label_smoothing")), mixes_data=bool(flags.get("blend_schedule")),
+                   label_smoothing=bool(flags.get("label_smoothing") or flags.get("loss")),
+                   mixes_data=bool(flags.get("blend_schedule")),
                    eval_steps=max(flags.get("eval_steps") or 1, 1),
                    blocks=sizes[0] * sizes[1] / sizes[2] if len(sizes) == 3 else None)
 

@@ -23,7 +23,7 @@ from pretrain.data.loader import MicroBatch
 from pretrain.engine.patches.monitors import SurvivingMonitor, take_monitors, write_note
 from pretrain.engine.phases import PhaseTimers
 from pretrain.engine.update_statistics import GradientStats, UpdateSize
-from pretrain.errors import escape_controls
+from pretrain.errors import ConfigError, escape_controls
 from pretrain.monitor.read_run_folder import Goodput
 from pretrain.monitor.training_row import (
     HighestLoss,
@@ -150,14 +150,22 @@ class Meter:
         self.interval = interval = self._interval()
         total_ms = self._phases.take_ms()
         given = self._callbacks.rank_values(run)
+        logged = run.take_logged()
         ranks, others = gather_ranks(
             self._highest_loss.take(), data_seconds=interval.data_seconds / interval.steps,
             phase_ms={phase: total / interval.steps for phase, total in total_ms.items()}, power_watts=power_watts(),
-            squares=self._update_size.take_squares(), others=[value for values in given.values() for value in values])
+            squares=self._update_size.take_squares(), others=[
+                *(value for values in given.values() for value in values),
+                *(each.of_rank() for each in logged.values())])
         row = training_row(self.plan, self.engine, interval,
                            {**combine_ranks(ranks), **self._callbacks.row_values(run, given, others)}, loss=loss_now,
                            lr=result.lr, gradients=self._gradients.take())
         row["goodput"] = self._add_goodput(interval)
+        for (name, value), column in zip(logged.items(), others.T[others.shape[1] - len(logged):], strict=True):
+            if name in row:
+                raise ConfigError(f"run.log({name!r})", problem="the rows of steps have this key already",
+                                  remedy="choose another name")
+            row[name] = value.of_all(column)
         self._since = _SinceRow(self._step, self._consumed_samples)
         self.write(row)
         self.losses["loss"] = row["loss"]

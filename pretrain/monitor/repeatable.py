@@ -13,6 +13,7 @@ from typing import Any
 from pretrain.active_extensions import extensions
 from pretrain.cli import path_text
 from pretrain.config.flags.arguments import DEFAULTS, FLAGS
+from pretrain.errors import ConfigError, printable
 
 _REPEATED_FLAGS = """
     init_from train_data valid_data test_data blend_schedule split sample_order packing dataset_args first_sample
@@ -37,7 +38,7 @@ REPEATED_FLAGS = frozenset(_REPEATED_FLAGS.split()) | {name for name, flag in FL
 SET_AGAIN = frozenset(("deepspeed_config", "model", "model_overrides", "save", "resume", "resume_from",
                        "local_rank"))
 # flags that name code of the user, and what it has: the user gives them again
-OWN_CODE = {"dataset_module": "Data", "model_code": "Model"}
+OWN_CODE = {"dataset_module": "Data", "model_code": "Model", "loss": "Loss"}
 # why the other flags are never repeated from a record alone
 NEVER_REPEATED = {
     **dict.fromkeys(OWN_CODE, "it is imported"),
@@ -81,7 +82,8 @@ def repeated_flags(record: dict[str, Any]) -> dict[str, Any]:
 
     Relative paths are those of the folder in which the run was started.
     """
-    given = {name: value for name, value in _given(record).items() if name in REPEATED_FLAGS}
+    given = {name: value for name, value in _given(record).items()
+             if name in REPEATED_FLAGS and not (name == "lr_schedule" and is_own(value))}
     directory = directory_of(record)
     for name in _RELATIVE:
         path = directory / str(given.get(name, ""))
@@ -98,7 +100,7 @@ def repeated_flags(record: dict[str, Any]) -> dict[str, Any]:
 def left_out_flags(record: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of a start that are never repeated from a record alone; without those of own code."""
     return {name: value for name, value in _given(record).items()
-            if name not in REPEATED_FLAGS | SET_AGAIN | OWN_CODE.keys()}
+            if name not in REPEATED_FLAGS | SET_AGAIN | OWN_CODE.keys() or (name == "lr_schedule" and is_own(value))}
 
 
 def why_left_out(name: str) -> str:
@@ -120,13 +122,35 @@ def repeated_variables(record: dict[str, Any]) -> dict[str, str]:
 def repeated_config(record: dict[str, Any]) -> dict[str, Any]:
     """Return the DeepSpeed JSON of a start as it was given, without monitors, reports and folders."""
     config = record["given_deepspeed_config"]
-    return {name: _without_folders(value) for name, value in config.items() if name in REPEATED_BLOCKS}
+    return {name: _without_folders(value) for name, value in config.items()
+            if name in REPEATED_BLOCKS and not _is_own_block(name, value)}
 
 
 def left_out_blocks(record: dict[str, Any]) -> list[str]:
     """Return the names of the blocks of the DeepSpeed JSON that are not repeated."""
     config = record["given_deepspeed_config"]
-    return [str(name) for name in config if name not in REPEATED_BLOCKS]
+    return [str(name) for name, value in config.items()
+            if name not in REPEATED_BLOCKS or _is_own_block(name, value)]
+
+
+def is_own(value: Any) -> bool:
+    """Return whether a value is a name my_module:NAME of the user's code, which a record alone never imports."""
+    return isinstance(value, str) and ":" in value
+
+
+def _is_own_block(name: str, value: Any) -> bool:
+    return name == "optimizer" and isinstance(value, dict) and is_own(value.get("type"))
+
+
+def check_repeatable(record: dict[str, Any]) -> None:
+    """Raise ConfigError for a start with an optimizer or a schedule of the user's code."""
+    optimizer, schedule = record["given_deepspeed_config"].get("optimizer"), record["flags"].get("lr_schedule")
+    for where, name in (("optimizer.type", optimizer.get("type") if isinstance(optimizer, dict) else None),
+                        ("--lr_schedule", schedule)):
+        if is_own(name):
+            raise ConfigError(where, problem=f"the run used {printable(str(name))}, your own code, which a record "
+                              "alone never imports, so that its steps cannot be repeated", remedy="start the run again "
+                              "from one of its checkpoints: --resume_from")
 
 
 def _without_folders(value: Any) -> Any:

@@ -41,6 +41,7 @@ MOST_LINES = {
     "sanity": 1020,
     "slow_ranks": 980,
     "supervise": 570,
+    "sweep": 420,
     "tasks": 650,
     "tiktoken": 240,
     "translate": 2520,

@@ -19,7 +19,7 @@ PAGES = [README, *(ROOT / name for name in (
     "ds_configs/parallelism.md", "ds_configs/claims.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "pretrain/engine/patches/README.md", "pretrain/extensions/README.md",
-    "pretrain/pages/python.md",
+    "pretrain/pages/python.md", "pretrain/pages/own_ideas.md",
     *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("pretrain/extensions/*/*.md"))), "tests/README.md",
     ".github/CONTRIBUTING.md", ".github/SECURITY.md", ".github/CHANGELOG.md"))]
 

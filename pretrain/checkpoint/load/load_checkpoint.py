@@ -40,7 +40,7 @@ from pretrain.checkpoint.load.odd_weights import WeightCheck, element
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader, HFWeights, WeightsReader
 from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.save_checkpoint import FileEngine
-from pretrain.config.ds_json.optimizers import DIVISIBLE_FAMILIES, optimizer_family
+from pretrain.config.ds_json.optimizers import divisible_families, optimizer_family
 from pretrain.config.plan import Plan
 from pretrain.distributed.collectives import any_rank, from_rank_0, rejected_together
 from pretrain.engine.optimizer import restore_settings
@@ -181,9 +181,9 @@ def _fragments_in(index: str) -> Any:
 def _check_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """Raise ConfigError unless both optimizers are the same, and elementwise."""
     saved, current = reader.optimizer, type(base_optimizer(engine)).__name__
-    if optimizer_family(saved) not in DIVISIBLE_FAMILIES or optimizer_family(saved) != optimizer_family(current):
+    if optimizer_family(saved) not in divisible_families() or optimizer_family(saved) != optimizer_family(current):
         raise ConfigError(f"{reader.folder}: optimizer", found=f"{saved} in the checkpoint and {current} in this run",
-                          expected=f"one of {', '.join(DIVISIBLE_FAMILIES)} in both",
+                          expected=f"one of {', '.join(divisible_families())} in both",
                           remedy="with other optimizers, resume in the layout of the run that wrote the checkpoint")
 
 

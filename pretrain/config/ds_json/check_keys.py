@@ -11,6 +11,7 @@ from pretrain.config.ds_json.optimizers import (
     OPTIMIZERS,
     SCHEDULERS,
     TORCH_REJECTED,
+    import_optimizer,
     optimizer_params,
 )
 from pretrain.config.ds_json.read import DsFile
@@ -352,6 +353,8 @@ def _optimizer_tree(file: DsFile) -> Tree:
         raise ConfigError(file.where("optimizer.type"), found="nothing",
                           expected='"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}',
                           remedy=f"the known types are {', '.join(KNOWN_NAMES)}")
+    if ":" in kind and file.imports_code:
+        return import_optimizer(kind, f"{file.where('optimizer.type')}: {kind}").params
     tree = optimizer_params(kind)
     if tree is None:
         reason = DEEPSPEED_REJECTED.get(kind.lower()) or TORCH_REJECTED.get(kind)

@@ -1,8 +1,13 @@
 """The optimizers and schedulers of a DeepSpeed 0.19.8 JSON, one row each, without importing deepspeed."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pretrain.config.ds_json.schema import Key, Tree
+from pretrain.errors import ConfigError
+from pretrain.own_code import own_function
 
 _RATE = Key("number", low=0, auto=True)
 _FRACTION = Key("number", low=0, high=1)
@@ -13,6 +18,7 @@ _SMALL = Key("number", low=SMALLEST_EPS, auto=True)
 _DECAY = Key("number", low=0, auto=True)
 _BETAS = Key("pair", low=0, high=0.999999, auto=True)
 _BOOL = Key("bool")
+_OWN_PARAMS = {"lr": _RATE, "weight_decay": _DECAY, "eps": _SMALL, "betas": _BETAS}
 _NO_CLIPPING = Key(rejected='DeepSpeed rejects it; use "gradient_clipping" at the top level')
 _NO_AMSGRAD = Key(rejected="DeepSpeed's optimizers do not have it; remove the key")
 
@@ -41,6 +47,7 @@ class Optimizer:
     is_compiled: bool = False  # its CUDA operator must be compiled, and torch has no substitute
     scale_free: bool = False  # its update does not depend on the gradient's size (arXiv 2203.03466, B.3): muP works
     from_torch: bool = False  # a class of torch.optim, without a fused kernel
+    own: Callable[..., Any] | None = None  # the class of the user's code
     since: str = ""  # first version of DeepSpeed with which it is supported; "": all
 
     @property
@@ -111,7 +118,41 @@ _ROWS = (
 OPTIMIZERS = {row.name.lower(): row for row in _ROWS}  # by Layout.optimizer
 KNOWN_NAMES = tuple(row.name for row in _ROWS)
 _FAMILIES = {name: row.family or row.name for row in _ROWS for name in row.classes}
-DIVISIBLE_FAMILIES = tuple({row.family or row.name: None for row in _ROWS if row.divisible})
+
+
+def divisible_families() -> tuple[str, ...]:
+    """Return the families of the optimizers whose states a resume in another layout can divide."""
+    return tuple({row.family or row.name: None for row in OPTIMIZERS.values() if row.divisible})
+
+
+def import_optimizer(kind: str, where: str) -> Optimizer:
+    """Add the optimizer that a DeepSpeed JSON names as my_module:MyOptimizer. Returns its row. Raises ConfigError.
+
+    It is a class with the protocol of torch.optim. `elementwise` is required: whether it updates each weight from its
+    own gradient and states alone. Only such states can be divided when a run resumes in another layout. `num_states`
+    is the number of tensors of a parameter's size that it keeps, 2 by default, for the prediction of the memory.
+    """
+    found = own_function(kind, where, "my_module:MyOptimizer")
+    name = getattr(found, "__name__", "")
+    elementwise, states = getattr(found, "elementwise", None), getattr(found, "num_states", 2)
+    if not isinstance(elementwise, bool):
+        raise ConfigError(where, problem=f"{name} does not say whether it is elementwise", remedy="add the line "
+                          "elementwise = True to the class if each weight is updated from its own gradient and states "
+                          "alone, otherwise elementwise = False")
+    if name in _FAMILIES and _FAMILIES[name] != kind:
+        raise ConfigError(where, problem=f"another optimizer has a class with the name {name}",
+                          remedy="rename the class: checkpoints have its name")
+    keywords = [each for each in inspect.signature(found).parameters.values()
+                if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)][1:]
+    params: Tree = {each.name: _OWN_PARAMS.get(each.name, Key()) for each in keywords}
+    if "betas" in params and not isinstance(inspect.signature(found).parameters["betas"].default, (list, tuple)):
+        params["betas"] = Key()
+    if "lr" not in params or not isinstance(states, int):
+        raise ConfigError(where, problem=f"{name} has no argument lr" if "lr" not in params else
+                          "num_states is no whole number", remedy="an optimizer is made as MyOptimizer(groups, lr=...)")
+    row = Optimizer(kind, params, states=states, classes=(name,), elementwise=elementwise, from_torch=True, own=found)
+    OPTIMIZERS[kind.lower()], _FAMILIES[name] = row, kind
+    return row
 
 
 def optimizer_params(kind: str) -> Tree | None:

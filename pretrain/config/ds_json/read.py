@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pretrain.errors import ConfigError
@@ -28,6 +28,7 @@ class DsFile:
     path: str
     values: dict[str, Any]
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # path of keys -> line number, from 1
+    imports_code: bool = False  # a flag names the file: only then it may name the user's code
 
     def where(self, dotted: str) -> str:
         """Return `file:line: dotted.key`. The line belongs to the key, or to its innermost block that the file has."""
@@ -68,7 +69,7 @@ def read_ds_config(path: str, *, flag: str = "--deepspeed_config") -> DsFile:
         raise ConfigError(flag, problem=f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigError(flag, problem=f"{path} is not UTF-8 text") from None
-    return parse_ds_config(path, text)
+    return replace(parse_ds_config(path, text), imports_code=True)
 
 
 def parse_ds_config(path: str, text: str) -> DsFile:

@@ -148,8 +148,8 @@ class RunArguments:
         "after 1e9 tokens, ...; the last one is the global batch size of the run", override="batch",
         metavar="TOKENS:BATCH,...", unset="always train_batch_size")
     lr_schedule: str = SCHEDULE.flag(
-        "cosine", f"learning-rate schedule: {', '.join(KINDS)}; wsd is warm-up, stable, decay", choices=tuple(KINDS),
-        metavar="NAME")
+        "cosine", f"learning-rate schedule: {', '.join(KINDS)}; wsd is warm-up, stable, decay; or your own function, "
+        "my_module:schedule", choices=tuple(KINDS), takes_code=True, metavar="NAME")
     lr_warmup_steps: int | None = SCHEDULE.flag(
         None, "steps from 0 to the peak rate", low=0, unset="1% of the run; one_cycle: 30%")
     lr_warmup_tokens: int | None = SCHEDULE.flag(
@@ -185,6 +185,9 @@ class RunArguments:
         "square root (sqrt)", choices=LR_SCALINGS, unset="no scaling")
     seed: int = SCHEDULE.flag(1234, "seed of initial weights, data order and dropout", low=0, high=2**31 - 1)
 
+    loss: str | None = RECIPE.flag(
+        None, "your own loss of training: the function gets logits and labels of tokens and returns a loss for each; "
+        "evaluations report the cross-entropy", override="loss", metavar="my_module:loss", unset="cross-entropy")
     label_smoothing: float = RECIPE.flag(
         0.0, "probability that the target spreads evenly over the vocabulary, in the gradient; the reported loss "
         "remains the cross-entropy", low=0, high=1, override="loss")

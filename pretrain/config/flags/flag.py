@@ -26,6 +26,7 @@ class Flag:
     high: float | None = None  # largest number
     below: float | None = None  # numbers must be smaller than this
     choices: Sequence[str] = ()
+    takes_code: bool = False  # besides the choices, a name my_module:function of the user's code
     metavar: str | None = None  # of the value in --help; None: the choices, or N or X
     unset: Any = "none"  # default that a missing value gets elsewhere, or words about it
     override: str | None = None  # name of --override that allows another value than that in a checkpoint
@@ -38,7 +39,8 @@ class Flag:
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError for a number out of range, and for a word that is not one of the choices."""
         where = f"--{name}"
-        if self.choices and value is not None and value not in self.choices:
+        is_code = self.takes_code and isinstance(value, str) and ":" in value
+        if self.choices and value is not None and value not in self.choices and not is_code:
             raise ConfigError(where, found=value, expected=", ".join(self.choices), word=value, known=self.choices)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return

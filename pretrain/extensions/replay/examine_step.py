@@ -30,7 +30,14 @@ from pretrain.extensions.replay.result import CAUSES, SURE, Result, find_cause
 from pretrain.extensions.replay.target import Target
 from pretrain.model.own_models import is_model_code
 from pretrain.monitor.read_run_folder import read_events, read_starts
-from pretrain.monitor.repeatable import OWN_CODE, hosts_of, repeated_config, repeated_flags, repeated_variables
+from pretrain.monitor.repeatable import (
+    OWN_CODE,
+    check_repeatable,
+    hosts_of,
+    repeated_config,
+    repeated_flags,
+    repeated_variables,
+)
 
 RECOMPUTATION = "recomputation"  # event of a micro-batch that another rank has computed with another result
 _FROM_METRICS = ("loss", "grad_norm", "lr", "loss_scale")
@@ -219,6 +226,7 @@ class Layout:
 
 def replay_flags(target: Target, layout: Layout, order: ReplayOrder) -> dict[str, Any]:
     """Return the flags of the replay. Raises ConfigError if they name own code that the user has not named."""
+    check_repeatable(target.start)
     removed = {*_REMOVED, *(name for each in extensions() if each.settings is not Flags for name in each.flags)}
     flags = {name: value for name, value in repeated_flags(target.start).items() if name not in removed}
     flags |= {name: value for name, value in _CHANGED.items() if name in FLAGS}

@@ -53,8 +53,8 @@ def plan_of_checks(plan: Plan) -> Plan:
     FP8, small changes of the weights change nothing or too much. The gradient belongs to the reported loss only without
     label smoothing, z-loss, routers' losses and clipping of values.
     """
-    args = replace(plan.args, compile_blocks=False, extensions=without_model_flags(plan.args), label_smoothing=0.0,
-                   z_loss=0.0, router_aux_loss=0.0, router_z_loss=0.0, expert_capacity_factor=0.0,
+    args = replace(plan.args, compile_blocks=False, loss=None, extensions=without_model_flags(plan.args),
+                   label_smoothing=0.0, z_loss=0.0, router_aux_loss=0.0, router_z_loss=0.0, expert_capacity_factor=0.0,
                    gradient_value_clipping=0.0, adaptive_clipping=0.0, noise_scale_interval=0)
     model = replace(plan.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
     return replace(plan, model=model, args=args)

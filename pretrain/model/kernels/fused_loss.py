@@ -26,6 +26,7 @@ Shapes: B batch, T positions, N = B * T tokens, C tokens of a chunk, D hidden si
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from pretrain.errors import ConfigError
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard, cross_entropy_over_shards_
 from pretrain.model.layer_memory import CHUNK_TOKENS, CPU_LOGITS, CPU_PRODUCT
 from pretrain.model.operators import Operator
@@ -47,6 +49,8 @@ class LossTerms:
 
     label_smoothing: float = 0.0  # probability that the target spreads evenly over the vocabulary
     z_loss: float = 0.0  # coefficient of the squared logsumexp of the logits
+    # (logits [C, V] fp32, labels [C]) -> losses [C]: the user's loss, in training in place of the cross-entropy
+    own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 CROSS_ENTROPY = LossTerms()  # no additional terms
@@ -144,6 +148,9 @@ def loss_of_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, weights_BT
     of the loss with all `terms`; the second has none.
     """
     logits_BTV = logits_BTV.float()
+    if terms.own is not None and logits_BTV.requires_grad:
+        own_BT = terms.own(logits_BTV.flatten(0, 1), labels_BT.flatten()).view_as(labels_BT)
+        return (own_BT * weights_BT).sum(), torch.zeros_like(weights_BT[0, 0])
     logs_BT = logits_BTV.logsumexp(-1)
     losses_BT = logs_BT - logits_BTV.gather(-1, labels_BT[..., None])[..., 0]
     loss = (losses_BT * weights_BT).sum()
@@ -181,6 +188,25 @@ class _Carry(torch.autograd.Function):
         return grads[0], dw_VD, db_V
 
 
+def _own_losses_(logits_CV: torch.Tensor, labels_C: torch.Tensor,
+                 own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], softcap: float,
+                 shard: VocabularyShard | None) -> torch.Tensor:
+    """Return the user's losses [C], and overwrite the logits before the cap with their gradient.
+
+    With a shard, each rank computes the losses of the complete vocabulary, and keeps the gradient of its words.
+    """
+    complete_CV = logits_CV if shard is None else shard.complete(logits_CV)
+    leaf_CV = complete_CV.to(torch.promote_types(logits_CV.dtype, torch.float32), copy=True).requires_grad_()
+    with torch.enable_grad():
+        losses_C = own(torch.tanh(leaf_CV / softcap) * softcap if softcap else leaf_CV, labels_C)
+        if losses_C.shape != labels_C.shape:
+            raise ConfigError("--loss", found=f"losses of shape {list(losses_C.shape)}",
+                              expected=f"one for each token, {list(labels_C.shape)}")
+        gradient_CV, = torch.autograd.grad(losses_C.sum(), leaf_CV)
+    logits_CV.copy_(gradient_CV if shard is None else gradient_CV[:, slice(*shard.words)])
+    return losses_C.detach()
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The operator. It saves dx without the tokens' weights, and dW and db with weights that sum to about _UNIT.
 
@@ -205,14 +231,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x_ND), tokens):
             chunk = slice(start, start + tokens)
             logits_CV = F.linear(x_ND[chunk], weight_VD, bias_V)
-            if shard is None:
+            if terms.own is not None and with_grad:
+                losses_N[chunk] = _own_losses_(logits_CV, labels_N[chunk], terms.own, softcap, shard)
+            elif shard is None:
                 losses_N[chunk], log_z_C = kernel.cross_entropy_(logits_CV, labels_N[chunk], with_grad=with_grad,
                                                                  softcap=softcap, terms=terms)
             else:
                 losses_N[chunk], log_z_C = cross_entropy_over_shards_(
                     logits_CV, labels_N[chunk], shard, with_grad=with_grad, softcap=softcap,
                     label_smoothing=terms.label_smoothing, z_loss=terms.z_loss)
-            if with_grad and terms.z_loss:
+            if with_grad and terms.z_loss and terms.own is None:
                 squares += torch.dot(log_z_C.square_(), weights_N[chunk])
             if with_grad:
                 torch.mm(logits_CV, weight_VD, out=dx_ND[chunk])

@@ -39,6 +39,15 @@ class VocabularyShard:
         inside = (words >= start) & (words < stop)
         return (words - start).masked_fill_(~inside, 0), inside
 
+    def complete(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all ranks' words side by side; collective, without a gradient."""
+        widest = -(-self.vocab_size // self.group.size)
+        padded = F.pad(logits_CV, (0, widest - logits_CV.shape[1]))
+        parts = [torch.empty_like(padded) for _ in range(self.group.size)]
+        dist.all_gather(parts, padded, group=self.group.handle)
+        ends = [self.vocab_size * rank // self.group.size for rank in range(self.group.size + 1)]
+        return torch.cat([part[:, :stop - start] for part, start, stop in zip(parts, ends, ends[1:], strict=False)], 1)
+
     def embed(self, tokens_BT: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """Return [B, T, D] with the embeddings of this rank's words, and 0 for other words."""
         rows, inside = self.local(tokens_BT)

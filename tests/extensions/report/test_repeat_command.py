@@ -85,7 +85,8 @@ def test_only_names_of_the_lists_are_repeated(tmp_path: Path, environ: dict[str,
                           env={**environ, "HOSTFILE": "h"})
     assert done.returncode == 2, "own code is missing"
     script = text.replace("${2:?the dataset_module that the first lines name}", "a:b").replace(
-        "${3:?the model_code that the first lines name}", "c:d")
+        "${3:?the model_code that the first lines name}", "c:d").replace(
+        "${4:?the loss that the first lines name}", "e:f")
     subprocess.run(["sh", "-s"], input=script, capture_output=True, text=True, cwd=tmp_path, check=True,
                    env={**environ, "HOSTFILE": "h"})
     files = tmp_path / "run-repeat-files"

@@ -1,0 +1,1 @@
+"""Search for the settings with the lowest validation loss, over many runs."""
