@@ -4,7 +4,7 @@
 
 Without arguments, all cells that CELLS lists. A cell gets an environment of its own; saves, resumes, generates text,
 converts and consolidates checkpoints on 2 ranks; reads the checkpoint of the first cell, which reads its checkpoint in
-turn; and runs TESTS and SLOW_TESTS. Prints one row per cell, for the table in tests/README.md. The exit code is 1 if a
+turn; and runs TESTS and SLOW_TESTS. Prints one row per cell, for pretrain/pages/measurements/versions.csv. The exit code is 1 if a
 cell fails.
 
 A cell with the Python of this environment adds its packages to those of this environment. For another Python,
