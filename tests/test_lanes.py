@@ -6,7 +6,7 @@ from tests.lanes import ALWAYS, FOR_ALL, PAGES, changed_files, lane_of
 from tests.support.launch import ROOT
 
 
-@pytest.mark.parametrize("changed", [None, [], ["pretrain/callback.py"], ["tools/data.md", "pyproject.toml"]])
+@pytest.mark.parametrize("changed", [None, [], ["pretrain/callback.py"], ["pretrain/pages/data.md", "pyproject.toml"]])
 def test_all_tests_run_where_the_change_or_its_reach_is_unknown(changed: list[str] | None) -> None:
     lane, arguments = lane_of(changed)
     assert lane.startswith("all tests:")
@@ -16,7 +16,7 @@ def test_all_tests_run_where_the_change_or_its_reach_is_unknown(changed: list[st
 def test_a_change_of_an_extension_runs_its_tests_and_what_must_always_hold() -> None:
     name = next(ROOT.glob("pretrain/extensions/*/extension.py")).parent.name
     lane, arguments = lane_of([f"pretrain/extensions/{name}/extension.py", f"tests/extensions/{name}/test_new.py",
-                               "tools/data.md"])
+                               "pretrain/pages/data.md"])
     assert name in lane
     assert set(arguments) == {*ALWAYS, *PAGES, f"tests/extensions/{name}"}
 

@@ -1,8 +1,8 @@
 """The commands of the documentation pages: the quickstart, then all others, with an installed wheel.
 
 tests/support/pages.py lists the commands that are not run, with reasons. All pages share one copy of the checkout: the
-guide in the README trains a run, and the commands of the other pages resume, verify and export this run. The model of
-the quickstart has fewer layers here, and trains for fewer steps on a smaller corpus.
+example on the page of concepts trains a run, and the commands of the other pages resume, verify and export this run.
+The model of the quickstart has fewer layers here, and trains for fewer steps on a smaller corpus.
 """
 
 import json
@@ -23,7 +23,7 @@ import pytest
 from tests.support.extensions import entries_of_extensions, modules_of_extensions
 from tests.support.installed import build_wheel, install
 from tests.support.launch import ROOT
-from tests.support.pages import PAGES, QUICKSTART, README, block_commands, blocks, runnable, smaller
+from tests.support.pages import GUIDE, PAGES, QUICKSTART, README, block_commands, blocks, runnable, smaller
 
 SCRIPTS = Path(sys.executable).parent
 PRINTED: set[str] = set()  # lines that the commands printed, normalized
@@ -141,14 +141,18 @@ def test_the_quickstart_yaml_configures_the_run(quickstart: tuple[Path, Path, st
 
 @pytest.fixture(scope="module")
 def guide(quickstart: tuple[Path, Path, str]) -> tuple[Path, Path]:
-    """Run the commands of the README's guide, and return (copy of the working tree, home directory)."""
+    """Run the commands of the README and of the guide, and return (copy of the working tree, home directory)."""
     clone, home, _ = quickstart
-    _run_page(README, clone, home)
+    (clone / "text").mkdir()  # the user's own text
+    documents = (clone / "runs/quickstart/corpus/train.jsonl").read_text().splitlines(keepends=True)
+    (clone / "text/own.jsonl").write_text("".join(documents[:150]))
+    for page in (README, GUIDE):
+        _run_page(page, clone, home)
     return clone, home
 
 
 def test_losses_do_not_depend_on_the_layout(guide: tuple[Path, Path]) -> None:
-    """The README's two runs have equal losses. One has two pipeline stages, the other two ZeRO-2 ranks."""
+    """The guide's two runs have equal losses. One has two pipeline stages, the other two ZeRO-2 ranks."""
     runs = [[json.loads(line) for line in (guide[0] / "runs" / name / "metrics.jsonl").read_text().splitlines()]
             for name in ("quickstart", "first")]
     pipeline, zero2 = ({row["step"]: row["loss"] for row in rows if row.get("step") in (1, 10) and "loss" in row}
@@ -157,7 +161,7 @@ def test_losses_do_not_depend_on_the_layout(guide: tuple[Path, Path]) -> None:
     assert zero2 == pytest.approx(pipeline, rel=5e-4)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != README and runnable(page)],
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in (README, GUIDE) and runnable(page)],
                          ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_the_page_succeed(page: Path, guide: tuple[Path, Path]) -> None:
     _run_page(page, *guide)
@@ -169,7 +173,7 @@ def test_output_on_the_page_is_printed(page: Path, guide: tuple[Path, Path]) -> 
     """The commands of a page print the output that the page shows, except for the numbers."""
     lines = [line for language, content in blocks(page) if language == "text" for line in content.splitlines()]
     lines = [line for line in lines if not line.startswith(NOT_PRINTED)]
-    if not all(map(_is_printed, lines)):  # this test was selected alone
+    if not all(map(_is_printed, lines)) and page not in (README, GUIDE):  # this test was selected alone
         _run_page(page, *guide)
     assert [line for line in lines if not _is_printed(line)] == []
 
@@ -178,7 +182,7 @@ def test_the_guides_run_has_resumed_and_used_the_mirror(guide: tuple[Path, Path]
     """The commands of the pages resumed the guide's run, and saved it in the background and to a mirror."""
     clone, home = guide
     if not (clone / "runs/mirror").exists():  # this test was selected alone
-        _run_page(ROOT / "tools/checkpoints.md", clone, home)
+        _run_page(ROOT / "pretrain/pages/checkpoints.md", clone, home)
     rows = [json.loads(line) for line in (clone / "runs/first/events.jsonl").read_text().splitlines()]
     assert {"resume", "snapshot", "save", "mirror"} <= {row["event"] for row in rows}
 
@@ -190,15 +194,13 @@ def test_extensions_on_the_guides_runs(module: ModuleType, guide: tuple[Path, Pa
 
 
 def _run_page(page: Path, clone: Path, home: Path) -> None:
-    if page.name == "first_run.md":  # the user's own text
-        (clone / "text").mkdir(exist_ok=True)
-        documents = (clone / "runs/quickstart/corpus/train.jsonl").read_text().splitlines(keepends=True)
-        (clone / "text/own.jsonl").write_text("".join(documents[:150]))
     for language, content in blocks(page):  # files of the user
         if language in ("python", "yaml") and (name := re.match(r"# (\w+\.(?:py|yaml))\b", content)):
             (clone / name[1]).write_text(content)
     for command in block_commands(page):
         if command not in runnable(page) and not (FRESH and command.startswith("pip install ")):
+            continue
+        if page != README and command in runnable(README):  # first_run.md explains them
             continue
         command = smaller(command)
         if command.endswith(" --watch"):

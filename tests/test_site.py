@@ -44,7 +44,7 @@ def test_the_search_finds_a_section_without_a_server(site: Path, tmp_path: Path)
         })()""")
         page.wait_for("document.querySelector('.md-search-result__link') !== null")
         links = page.run("[...document.querySelectorAll('.md-search-result__link')].map((link) => link.href)")
-        assert any("launch/right_results.html" in link and "#bad-steps-and-spikes" in link for link in links), links
+        assert any("pages/right_results.html" in link and "#bad-steps-and-spikes" in link for link in links), links
         assert page.errors() == []
         assert [url for url in page.requests() if not url.startswith("file://")] == []
     finally:

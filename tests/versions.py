@@ -4,8 +4,8 @@
 
 Without arguments, all cells that CELLS lists. A cell gets an environment of its own; saves, resumes, generates text,
 converts and consolidates checkpoints on 2 ranks; reads the checkpoint of the first cell, which reads its checkpoint in
-turn; and runs TESTS and SLOW_TESTS. Prints one row per cell, for the table in tests/README.md. The exit code is 1 if a
-cell fails.
+turn; and runs TESTS and SLOW_TESTS. Prints one row per cell, for pretrain/pages/measurements/versions.csv. The exit
+code is 1 if a cell fails.
 
 A cell with the Python of this environment adds its packages to those of this environment. For another Python,
 launch/setup.sh creates an environment (about 6 GB if pip finds no CPU build of torch).
@@ -116,7 +116,7 @@ class Result:
     def row(self, name: str) -> str:
         result = f"not run: {self.missing}" if self.missing else \
             f"FAILED: {self.problem}" if self.problem else "; ".join(self.passed)
-        return f"| {' | '.join([name, date.today().isoformat(), *self.versions, result])} |"
+        return f'{",".join([name, date.today().isoformat(), *self.versions])},"{result}"'
 
 
 def versions_of(python: str) -> list[str]:
@@ -185,7 +185,7 @@ def main() -> int:
         run_cell(environment, first, results[name])
         if first is None and not results[name].problem:
             first = environment
-    print(f"| {' | '.join(['cell', 'date', 'Python', *SHOWN, 'result'])} |\n|{' --- |' * (4 + len(SHOWN))}")
+    print(",".join(["cell", "date", "Python", *SHOWN, "result"]))
     for name, result in results.items():
         print(result.row(name))
     failed = any(result.problem for result in results.values())

@@ -11,7 +11,7 @@ from mkdocs.structure.pages import Page
 from pretrain.commands.reference import TOPICS
 
 ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = ("", ".github", "ds_configs", "launch/**", "pretrain/**", "tests", "tools/**")
+_FOLDERS = ("", ".github", "pretrain/**", "tests", "tools/**")
 _LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")
 _COMMAND = re.compile(r"(?<!\[)`ds-pretrain reference ([\w-]+)`")
 _TO_PAGE = re.compile(r"\[([^\]]*)\]\(([^)#:]+\.md)[^)]*\)")
@@ -20,6 +20,9 @@ _TO_PAGE = re.compile(r"\[([^\]]*)\]\(([^)#:]+\.md)[^)]*\)")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the pages of extensions and of the reference to the navigation: a folder can be deleted without an edit."""
     sections = {title: pages for each in config.nav or [] for title, pages in each.items()}
+    listed = {page for pages in sections.values() for page in pages}
+    others = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("pretrain/pages/*.md"))
+    sections["Reference"] += [page for page in others if page not in listed]
     sections["Reference"] += [f"reference/{topic}.md" for topic in TOPICS]
     for readme in sorted(ROOT.glob("pretrain/extensions/*/README.md")):
         title = readme.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")

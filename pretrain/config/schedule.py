@@ -1,6 +1,6 @@
 """Learning rate of each step as a closed formula, in words, and scaled with the batch size.
 
-A schedule is a row of KINDS. ds_configs/recipe.md has the formulas as a table.
+A schedule is a row of KINDS. pretrain/pages/recipe.md has the formulas as a table.
 """
 
 import dataclasses

@@ -18,18 +18,18 @@ from pretrain.cli import Parser
 from pretrain.config.flags.arguments import FLAGS
 from pretrain.data.token_files.writer import IndexedWriter
 from pretrain.distributed.device import cpu_device
-from pretrain.errors import ConfigError
 from tests.support.rejection import rejection
 from tools.benchmarks.data import DataBench, least_seconds, loading, preparing
 from tools.benchmarks.processes import BenchContext, InterleavedResults, run_interleaved
 from tools.benchmarks.profile import PROJECT
-from tools.benchmarks.report import check_markers, markers, write_between_markers
+from tools.benchmarks.report import BenchSection, csv_file, csv_text
 from tools.benchmarks.sections import BARE, LOOP, PEERS, PRODUCTS, compare
 from tools.benchmarks.settings import PRESETS, SECTIONS, BenchSettings, add_flags, validate_flags
 from tools.benchmarks.store import delayed_server
 from tools.benchmarks.store import measure as measure_store
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "pretrain/pages/measurements.md"
 SMALL = ["--preset", "cpu-small", "--device", "cpu", "--rounds", "2"]
 
 
@@ -143,25 +143,21 @@ def test_bad_input_is_rejected_with_one_line(words: list[str], message: str) -> 
     assert message in rejection(lambda: validate_flags(*parser.parse_known_args([*SMALL, *words]), gpus=0))
 
 
-def test_tables_are_written_between_the_two_markers(tmp_path: Path) -> None:
-    done = bench(*SMALL, "--write", "/nowhere/README.md")  # rejected before anything is measured
+def test_tables_are_written_as_csv(tmp_path: Path) -> None:
+    done = bench(*SMALL, "--write", "/nowhere")  # rejected before anything is measured
     assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (2, 1, "")
     assert "--write" in done.stderr
-    path = tmp_path / "README.md"
-    step, profile = markers("cpu", "step"), markers("cpu", "profile")
-    path.write_text("\n".join(["before", *step, "between", *profile, "after"]))
-    for text in ("| old |", "| new |"):
-        check_markers(path, "cpu", ("step", "profile"))
-        write_between_markers(path, "cpu", "step", text)
-    assert path.read_text().splitlines() == ["before", step[0], "| new |", step[1], "between", *profile, "after"]
-    for preset, section in (("cpu", "overhead"), ("h200-llama-1b", "step")):
-        with pytest.raises(ConfigError, match=f"bench {preset} {section}: begin"):
-            check_markers(path, preset, ("step", section))
+    head = {"preset": "cpu", "shape": "1 M parameters", "date": "2026-11-29", "device": "a CPU", "command": "bench",
+            "load_before": 99.0, "versions": dict.fromkeys(("torch", "deepspeed", "transformers"), "1")}
+    section = BenchSection("step", "Training step", ["", "tokens/s"], [["this project", "5,045"]], ["median of 5"])
+    assert csv_file(tmp_path, head, section) == tmp_path / "cpu_step.csv"
+    *comments, columns, row = csv_text(head, section).splitlines()
+    assert [comment[:15] for comment in comments] == ["# Training step", "# Warning: the ", "# median of 5"]
+    assert (columns, row) == ("row,tokens/s", 'this project,"5,045"')
 
 
-def test_the_page_has_the_markers_of_its_commands() -> None:
-    """Each command with --write finds its markers in the page."""
-    commands = [line.split() for line in (ROOT / "tools/measurements.md").read_text().splitlines()
+def test_the_page_has_the_files_of_its_commands() -> None:
+    commands = [line.split() for line in PAGE.read_text().splitlines()
                 if line.startswith("python tools/bench.py ") and "--write" in line]
     assert len(commands) == 3
     for words in commands:
@@ -170,7 +166,8 @@ def test_the_page_has_the_markers_of_its_commands() -> None:
         parser.add_argument("--write")
         flags = parser.parse_args(words[2:])
         assert set(flags.what.split(",")) <= set(SECTIONS)
-        check_markers(ROOT / flags.write, flags.preset or "cpu", flags.what.split(","))
+        for section in flags.what.split(","):
+            assert (ROOT / flags.write / f"{flags.preset or 'cpu'}_{section}.csv").is_file()
 
 
 @pytest.mark.slow
@@ -220,10 +217,10 @@ def test_waiting_for_a_store_that_answers_late(tmp_path: Path) -> None:
     assert figure.tokens_per_second > 0
 
 
-def test_the_performance_pages_name_files_and_flags_that_exist() -> None:
-    text = "".join((ROOT / "tools" / f"{page}.md").read_text() for page in ("performance", "measurements"))
+def test_the_page_names_files_and_flags_that_exist() -> None:
+    text = PAGE.read_text()
     paths = re.findall(r"`((?:pretrain|launch|tools)/[\w/.]+)", text)
-    assert len(paths) > 10
+    assert len(paths) >= 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
     flags = set(re.findall(r"--(\w+)", text))
     assert "async_save" in flags

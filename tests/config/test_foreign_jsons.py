@@ -1,6 +1,6 @@
 """DeepSpeed JSONs from public repositories: accepted, with notes about ignored keys, or rejected with a reason.
 
-And the JSONs of ds_configs/recipe.md.
+And the JSONs of pretrain/pages/recipe.md.
 """
 
 import dataclasses
@@ -130,7 +130,8 @@ def test_keys_that_request_nothing_get_no_note(values: dict[str, Any]) -> None:
     assert resolve({**ADAM, **values}).notes == ()
 
 
-_RECIPES = re.findall(r"^```json\n(\{.*?)^```", (ROOT / "ds_configs/recipe.md").read_text(), re.DOTALL | re.MULTILINE)
+_RECIPES = re.findall(r"^```json\n(\{.*?)^```", (ROOT / "pretrain/pages/recipe.md").read_text(),
+                      re.DOTALL | re.MULTILINE)
 
 
 def test_the_jsons_of_the_page_on_recipes_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The tables of ds_configs/parallelism.md, and that of the optimizers in ds_configs/recipe.md, agree with the rules."""
+"""The tables of pretrain/pages/layouts.md, and that of the optimizers in recipe.md, agree with the rules."""
 
 import copy
 import re
@@ -115,13 +115,13 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_tables_are_those_of_the_rules() -> None:
     """On a difference, write what `python -m tests.config.test_parallelism_page` prints into the page."""
-    page = (ROOT / "ds_configs" / "parallelism.md").read_text(encoding="utf-8")
+    page = (ROOT / "pretrain/pages/layouts.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|[^|]+(?:\| (?:yes|no) )+\|$", page, re.MULTILINE)
     assert rows == [*combinations_table(), *settings_table()]
 
 
 def test_the_table_of_the_optimizers_is_that_of_the_rules(subtests: pytest.Subtests) -> None:
-    page = (ROOT / "ds_configs" / "recipe.md").read_text(encoding="utf-8")
+    page = (ROOT / "pretrain/pages/recipe.md").read_text(encoding="utf-8")
     table = page.partition("| | ZeRO 0 |")[2].partition("\n\n")[0].splitlines()[2:]
     others = [row.name for row in OPTIMIZERS.values() if row.from_torch and row.elementwise]
     seen = set()

@@ -22,6 +22,7 @@ from pretrain.errors import ConfigError
 from tests.support.layouts import HAS_EXPERTS
 from tests.support.rejection import rejection
 
+PAGES = Path(__file__).parents[2] / "pretrain/pages"
 CONFIGS = sorted(path for path in (Path(__file__).parents[2] / "ds_configs").glob("*.json")
                  if HAS_EXPERTS or "experts" not in path.name)
 IS_NEWEST = str(deepspeed_version()) == TESTED[-1]
@@ -373,17 +374,17 @@ def test_file_names_match_the_contents() -> None:
 
 
 def test_every_file_of_ds_configs_is_in_the_table() -> None:
-    table = (CONFIGS[0].parent / "README.md").read_text(encoding="utf-8")
+    table = (PAGES / "layouts.md").read_text(encoding="utf-8")
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert {name for cell in cells for name in re.findall(r"`(\w+)\.json`", cell)} == {
         path.stem for path in CONFIGS[0].parent.glob("*.json")}
 
 
 def _features() -> list[tuple[str, str, list[str]]]:
-    """Return (feature, what the page says, its keys) for each feature of DeepSpeed in ds_configs/README.md."""
-    table = (CONFIGS[0].parent / "README.md").read_text(encoding="utf-8").partition("| feature | JSON key |")[2]
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()
-            if line.startswith("|") and "`tests/" in line]
+    """Return (feature, what the page says, its keys) for each feature of DeepSpeed in deepspeed_json.md."""
+    page = (PAGES / "deepspeed_json.md").read_text(encoding="utf-8")
+    lines = page.partition("| feature | JSON key |")[2].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("|")]
     return [(row[0], row[2], re.findall(r"`([\w.]+)`", row[1])) for row in rows]
 
 

@@ -162,8 +162,7 @@ def unigram(text: str) -> Tokenizer:
 
 def test_a_blend_of_unknown_tokenizers(tmp_path: Path) -> None:
     """The same kind of text with one tokenizer gets no note; with another one, or of another kind, it does."""
-    pages = "\n\n".join(path.read_text() for folder in ("tools", "launch", "ds_configs")
-                        for path in sorted((ROOT / folder).glob("*.md")))
+    pages = "\n\n".join(path.read_text() for path in sorted(ROOT.glob("pretrain/pages/*.md")))
     code = "\n\n".join(SOURCES)
     first, second = byte_level(pages), byte_level(code)
     half = pages.index("\n\n", len(pages) // 2)

@@ -72,7 +72,7 @@ def test_rows_have_the_mean_statistics_of_the_routers(layout: str, results: dict
 
 
 def test_losses_depend_on_the_micro_batch_only_by_the_losses_of_routers(corpus: str, tmp_path: Path) -> None:
-    """ds_configs/parallelism.md: equal micro-batches give equal losses; other ones do without the losses of routers."""
+    """pretrain/pages/experts.md: equal micro-batches give equal losses; other ones do without the losses of routers."""
     model = tmp_path / "model.json"
     model.write_text(json.dumps(MODEL))
     sizes = {"micro4": {"micro": 4, "accumulation": 2}, "micro1": {"micro": 1, "accumulation": 8}}

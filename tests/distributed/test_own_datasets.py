@@ -21,7 +21,7 @@ from tests.support.layouts import dp2, pp2, relative_difference
 TOLERANCE = 1e-6  # relative, fp32
 SAVED, STEPS = 3, 8
 MODEL = {"model": "tiny", "model_overrides": "vocab_size=256,n_layer=2,n_embd=64", "seq_length": 32}
-PAGE = ROOT / "tools" / "training_data.md"
+PAGE = ROOT / "pretrain/pages/training_data.md"
 
 
 def flags() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Why ds_configs/README.md rejects partial offload, SuperOffload and ZenFlow: they run here in plain DeepSpeed.
+"""Why partial offload, SuperOffload and ZenFlow are rejected (deepspeed_json.md): they run here in plain DeepSpeed.
 
 If an assertion fails, DeepSpeed has changed the feature: read its code again, and support it or correct the reason.
 """

@@ -6,9 +6,9 @@ A tensor on another device, a value that the host reads (.item(), bool(tensor)),
 raises an error: on a GPU the first one fails, and the others wait. This is a process of its own, because torch keeps
 the device until the process ends.
 
-Then the work of a block of some models is printed, as rows of the table in tools/gpu.md. It is counted on tensors of
-the CPU without values, in fp32 and without the C functions, where attention is one operator, as on CUDA. RMSNorm, which
-is one operator on CUDA only, is replaced.
+Then the work of a block of some models is printed, as rows of pretrain/pages/measurements/gpu_operators.csv. It is
+counted on tensors of the CPU without values, in fp32 and without the C functions, where attention is one operator, as
+on CUDA. RMSNorm, which is one operator on CUDA only, is replaced.
 """
 
 import sys
@@ -115,7 +115,7 @@ def row_of(name: str, config: ModelConfig) -> str:
     gradient = torch.zeros_like(outputs[0])
     backward = counted(lambda: outputs[0].backward(gradient))
     kb = 2 * (forward.moved + backward.moved) / TOKENS / 1000
-    return f"| {name} | {forward.operators} | {backward.operators} | {forward.copies + backward.copies} | {kb:,.0f} |"
+    return f"{name},{forward.operators},{backward.operators},{forward.copies + backward.copies},{kb:.0f}"
 
 
 def main() -> None:

@@ -173,7 +173,7 @@ def test_keys_of_published_configs_are_accepted(values):
 
 
 def test_the_pages_list_all_families_and_presets():
-    page = (ROOT / "ds_configs/README.md").read_text()
+    page = (ROOT / "pretrain/pages/models.md").read_text()
     section = page.split("## Families of models")[1].split("\n## ")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ") and "`" in line][1:]
     assert sorted(row[1].strip("`") for row in rows) == sorted(FAMILIES)

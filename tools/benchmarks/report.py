@@ -1,6 +1,8 @@
-"""BenchSection, the result of one section, as Markdown: printed, or written between two markers of a page."""
+"""BenchSection, the result of one section: printed as Markdown, or written as a CSV file."""
 
+import csv
 import datetime
+import io
 import json
 import os
 import re
@@ -76,10 +78,7 @@ def as_json(head: dict[str, Any], sections: Sequence[BenchSection]) -> str:
 
 
 def markdown(head: dict[str, Any], section: BenchSection) -> str:
-    """Return Markdown: title, date, device and command, a warning if the machine was busy, the table, and its notes.
-
-    The command is not marked as code: tests/test_pages.py would look for a test of it.
-    """
+    """Return Markdown: title, date, device and command, a warning if the machine was busy, the table, and its notes."""
     lines = [f"**{section.title}.** {head['shape']}. {head['date']}, {head['device']}, torch "
              f"{head['versions']['torch']}, DeepSpeed {head['versions']['deepspeed']}, transformers "
              f"{head['versions']['transformers']}: {head['command']}", ""]
@@ -96,30 +95,20 @@ def markdown(head: dict[str, Any], section: BenchSection) -> str:
                       *(f"- failed: {line}" for line in section.failures)])
 
 
-def markers(preset: str, section: str) -> tuple[str, str]:
-    """Return the lines that stand before and after the table of a section on the page."""
-    return f"<!-- bench {preset} {section}: begin -->", f"<!-- bench {preset} {section}: end -->"
+def csv_file(folder: Path, head: dict[str, Any], section: BenchSection) -> Path:
+    """Return the file of a section's table in the folder of --write."""
+    return folder / f"{head['preset']}_{section.name}.csv"
 
 
-def check_markers(path: Path, preset: str, sections: Sequence[str]) -> None:
-    """Raise ConfigError unless a file has the markers of all sections and is writable. Call this before measuring."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError("--write", problem=f"cannot read {path}: {reason}") from None
-    for section in sections:
-        begin, end = markers(preset, section)
-        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-            raise ConfigError(f"--write {path}", problem=f"the file has no markers for the table of --what {section} "
-                              "with this preset", remedy=f'add a line "{begin}" and, after it, a line "{end}"')
-    if not os.access(path, os.W_OK):
-        raise ConfigError("--write", problem=f"{path} is not writable")
+def csv_text(head: dict[str, Any], section: BenchSection) -> str:
+    """Return the table as CSV, below comments with all that `markdown` prints next to it."""
+    around = [line.removeprefix("- ").replace("**", "") for line in markdown(head, section).splitlines()]
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([["row", *section.columns[1:]], *section.rows])
+    return "".join(f"# {line}\n" for line in around if line and not line.startswith("|")) + table.getvalue()
 
 
-def write_between_markers(path: Path, preset: str, section: str, text: str) -> None:
-    """Replace the text between the two markers of a section."""
-    begin, end = markers(preset, section)
-    old = path.read_text(encoding="utf-8")
-    before, after = old[: old.index(begin) + len(begin)], old[old.index(end):]
-    path.write_text(f"{before}\n{text}\n{after}", encoding="utf-8")
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError unless files can be written into a folder. Call this before measuring."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError("--write", problem=f"{folder} is not a writable folder")

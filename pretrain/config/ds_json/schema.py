@@ -1,7 +1,7 @@
 """Legal keys of a DeepSpeed 0.19.8 JSON at every depth, and why others are rejected, without importing deepspeed.
 
-Each reason was found in the source of DeepSpeed 0.19.8, or by running it; ds_configs/README.md lists them all. A key
-that earlier supported versions do not have names its first version (`Key.since`).
+Each reason was found in the source of DeepSpeed 0.19.8, or by running it; pretrain/pages/deepspeed_json.md lists them
+all. A key that earlier supported versions do not have names its first version (`Key.since`).
 
 `tests/config/test_schema.py` compares this tree with the models and constants of the installed DeepSpeed.
 """

@@ -2,10 +2,12 @@
 
     ds-pretrain models
     ds-pretrain models --prove gpt_oss mamba2
-    ds-pretrain models --prove --output README.md
+    ds-pretrain models --prove --output decoders.csv
 """
 
+import csv
 import datetime
+import io
 import os
 import re
 import sys
@@ -36,8 +38,8 @@ def main() -> int:
     parser.add_argument("--prove", nargs="*", type=text, metavar="MODEL_TYPE",
                         help="prove these model types; without names: all causal language models of transformers")
     parser.add_argument("--output", type=text, metavar="FILE",
-                        help="with --prove: write the table to this Markdown file; if it has a table already, replace "
-                             "only that")
+                        help="with --prove: write the table to this Markdown file, and replace only the table that it "
+                             "has; or to a file .csv")
     args = parser.parse_args()
     if args.prove is None:
         if args.output is not None:
@@ -107,11 +109,18 @@ def _summary(results: "Iterable[ModelResult]") -> str:
 
 
 def _write(path: Path, results: "list[ModelResult]") -> None:
-    """Write the table, or replace it in a file that has one."""
+    """Write the table as CSV, or as Markdown, or replace it in a file that has one."""
+    facts = f"{_summary(results)}: transformers {version('transformers')}, {datetime.date.today().isoformat()}"
+    if path.suffix == ".csv":
+        lines = io.StringIO()
+        csv.writer(lines, lineterminator="\n").writerows([
+            ("model_type", "trains_as", "remark"),
+            *((result.model_type, _how(result), _remark(result)) for result in results)])
+        path.write_text(f"# {facts}, {' '.join(sys.argv)}\n{lines.getvalue()}", encoding="utf-8")
+        return
     rows = "\n".join(f"| `{result.model_type}` | {_how(result)} | {_escaped(_remark(result))} |"
                      for result in results)
-    table = (f"{_BEGIN}\n{_summary(results)}: transformers {version('transformers')}, "
-             f"{datetime.date.today().isoformat()}, `{' '.join(sys.argv)}`.\n\n"
+    table = (f"{_BEGIN}\n{facts}, `{' '.join(sys.argv)}`.\n\n"
              f"| model_type | trains as | refused because, or remark |\n| --- | --- | --- |\n{rows}\n{_END}\n")
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     begin, end = before.find(_BEGIN), before.find(_END)

@@ -107,7 +107,7 @@ def test_losses_with_offload_or_sequence_parallelism(name: str, fp8: str, more: 
 
 @pytest.mark.slow
 def test_200_steps_learn_as_much_as_in_bf16(corpus: str, tmp_path: Path) -> None:
-    """Within 0.25% of the loss, as the report on DeepSeek-V3 found. The numbers are in tools/gpu.md."""
+    """Within 0.25% of the loss, as the report on DeepSeek-V3 found. The numbers are in the page of the extension."""
     common = flags(corpus, layers=2, hidden=128, steps=200)
     cases = [case(name, "train", config(1, precision="bf16", micro=8, accumulation=1, lr=3e-3), {**common, **extra})
              for name, extra in (("bf16", {}), ("tensorwise", {"fp8": "tensorwise"}), ("rowwise", {"fp8": "rowwise"}))]

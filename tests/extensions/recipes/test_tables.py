@@ -120,4 +120,4 @@ def test_runs_need_a_corpus(tmp_path: Path) -> None:
 def test_the_page_of_claims_has_the_count_of_published_numbers() -> None:
     recipe, _ = read_recipe(find_recipe("published-tables"))
     count = sum(len(each.lines()) - 2 for each in recipe.expect if isinstance(each, Table | Activations))
-    assert f"{count} numbers: [a recipe]" in (ROOT / "ds_configs/claims.md").read_text(encoding="utf-8")
+    assert f"{count} numbers: [a recipe]" in (ROOT / "pretrain/pages/measurements.md").read_text(encoding="utf-8")

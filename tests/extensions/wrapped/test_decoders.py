@@ -1,9 +1,10 @@
 """Decoders of transformers train as transformers' own: loss and gradients of a tiny copy of each config.
 
 The default tests prove some model types, the slow ones all of them, and that the results are those of
-pretrain/extensions/wrapped/README.md. Models with faults are rejected, with the place of the fault.
+decoders.csv of the extension. Models with faults are rejected, with the place of the fault.
 """
 
+import csv
 import re
 import sys
 from importlib.metadata import version
@@ -29,6 +30,7 @@ from tests.support.broken_models import crash, hang
 from tests.support.hf_models import needs_transformers
 from tests.support.launch import ROOT
 
+TABLE = (ROOT / "pretrain/extensions/wrapped/decoders.csv").read_text(encoding="utf-8")
 FAULTY = "tests.support.broken_models:FaultyConfig"
 # what is special about each of them
 EXAMPLES = {
@@ -76,15 +78,16 @@ def test_a_family_of_ours_is_proved_in_both_ways() -> None:
 
 def _published() -> dict[str, str]:
     """Return how each model_type of the published table trains."""
-    page = (ROOT / "pretrain/extensions/wrapped/README.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"^\| `([\w-]+)` \| ([a-z, ]+) \|", page, re.MULTILINE))
+    rows = csv.DictReader(line for line in TABLE.splitlines() if not line.startswith("#"))
+    return {row["model_type"]: row["trains_as"] for row in rows}
 
 
 def test_the_published_table_has_all_decoders_and_at_least_60_train() -> None:
     table = _published()
     assert sum(how != "no" for how in table.values()) >= 60
-    page = (ROOT / "pretrain/extensions/wrapped/README.md").read_text(encoding="utf-8")
-    if f"transformers {version('transformers')}," not in page:
+    page = (ROOT / "pretrain/extensions/wrapped/README.md").read_text(encoding="utf-8").partition("Wrapped are")[2]
+    assert re.findall("`([^`]*)`", page) == [name for name, how in table.items() if how == "wrapped"]
+    if f"transformers {version('transformers')}," not in TABLE:
         pytest.skip("the table is of another version of transformers")
     assert set(table) == their_model_types()
 
@@ -224,6 +227,9 @@ def test_the_command_writes_a_table_and_replaces_it(tmp_path: Path, monkeypatch:
     text = page.read_text()
     assert text.startswith("# Title\n\n<!-- table -->\n1 of 2 model types train: transformers ")
     assert "| `bert` | no | a\\|b |\n| `opt` | wrapped |  |\n<!-- end of the table -->\n\nmore\n" in text
+    table = tmp_path / "decoders.csv"
+    assert _run("--prove", "opt", "bert", "--output", str(table)) == 2
+    assert table.read_text().splitlines()[1:] == ["model_type,trains_as,remark", "bert,no,a|b", "opt,wrapped,"]
     assert _run("--prove", "opt") == 0
 
 
