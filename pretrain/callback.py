@@ -149,7 +149,7 @@ class Callback(UpdatePart):
         return ()
 
     def row_values(self, run: "Run", ranks: "np.ndarray") -> Mapping[str, Any]:
-        """Return keys that this callback adds to the row of a logged step; those of rank 0 are written.
+        """Return keys that this callback adds to the row of a logged step; the values of rank 0 are written.
 
         `ranks`: [ranks, values], what `rank_values` has returned on all ranks.
         """
@@ -183,7 +183,7 @@ class Callback(UpdatePart):
         """Called before a checkpoint is saved. An exception, on all ranks, prevents it."""
 
     def rolled_back(self, run: "Run") -> None:
-        """Called after the run has returned to the checkpoint of `run.step`; states are those of the checkpoint."""
+        """Called after the run has returned to the checkpoint of `run.step`; states are as in the checkpoint."""
 
     def requested(self, run: "Run", request: "Request") -> None:
         """Called after a step in which the ranks have agreed on a request."""
@@ -194,7 +194,7 @@ class Callback(UpdatePart):
     def state(self) -> Any:
         """Return a state that JSON can represent, for the manifest of a checkpoint; None: there is none.
 
-        Called on all ranks; that of rank 0 is saved.
+        Called on all ranks; the state of rank 0 is saved.
         """
         return None
 

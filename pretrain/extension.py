@@ -80,7 +80,7 @@ class RequestFile:
 class Problem:
     """Meaning of an event of events.jsonl for people, in the lists of what went wrong of the summary and the report."""
 
-    text: str = ""  # what happened; {reason} is that of the event
+    text: str = ""  # what happened; {reason} is the reason of the event
     advice: str = ""  # what to do; {run}, {step} and {path} are replaced
     over: tuple[str, ...] | None = None  # events after which it is over; None: it is over at once
     # the problem began at the step "since" of the event, and lasts until an event of `over` with one of its "ranks"
@@ -194,7 +194,7 @@ class Extension:
     # () -> an OperatorMemory (model/operator_memory.py): what these keep; does not import torch
     operator_memory: "str | Callable[[], OperatorMemory]" = ""
     # scheme of URLs, or "*" for those that no extension names -> (url, settings) -> a TokenFiles of
-    # data/token_files/token_file.py; `settings`: those of the extension, as the run has them, or their defaults
+    # data/token_files/token_file.py; `settings`: of the extension, as the run has them, or their defaults
     token_files: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
     # scheme, or "*" -> (url, commits, is_left_out) -> the files that a URL names: see data/text_inputs/stored_file.py
     text_inputs: "Mapping[str, str | Callable[..., Any]]" = field(default_factory=dict)
@@ -206,7 +206,7 @@ class Extension:
     # () -> a TokenizerFormat (data/tokenizers/tokenizer.py): more values and files that --tokenizer takes
     tokenizers: "str | Callable[[], TokenizerFormat]" = ""
     # (cluster, measured=) -> a StepEstimates for these machines; if `measured` has run folders, it is fitted to these
-    # runs, for machines like those of the last one. Raises ConfigError for runs that cannot be used; imports no torch
+    # runs, for the machines of the last one. Raises ConfigError for runs that cannot be used; imports no torch
     estimates: "str | Callable[..., StepEstimates]" = ""
     models: Models | None = None  # asked for each config.json without a family, also of commands
     # (curve, facts) -> hints about the curve of any run, the most important first: see monitor/curve.py

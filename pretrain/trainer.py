@@ -54,7 +54,7 @@ def train(plan: Plan, world: World, callbacks: Sequence[Callback], guards: RankG
     """Run the plan, resuming from the newest good checkpoint if there is one. Returns the exit code.
 
     Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `callbacks`: others
-    than those of the core and of extensions.
+    than the callbacks of the core and of extensions.
     """
     callbacks = [*callbacks, *callbacks_of(plan)]
     resume = _connect(plan, world, guards, weights)
