@@ -269,7 +269,7 @@ def change_model(module: "Module", plan: "Plan") -> None:
 
 
 def precisions(args: "RunArguments") -> list[str]:
-    """Return what extensions compute in another precision than that of the run."""
+    """Return what extensions compute in another precision than the run."""
     return [text(args) for _, text in functions("precision", args)]
 
 

@@ -89,6 +89,6 @@ def described(error: BaseException) -> str:
 
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code: without those of this program and of the import system."""
+    """Return the frames of the user's code: without frames of this program and of the import system."""
     others = (str(Path(__file__).parent), "<frozen ", str(Path(importlib.__file__ or "-").parent))
     return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]

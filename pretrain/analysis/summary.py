@@ -29,7 +29,7 @@ from pretrain.monitor.curve import (
     Hint,
     expectation_of,
     hints_of_extensions,
-    tokens_text,
+    millions_of_tokens,
 )
 from pretrain.monitor.read_run_folder import is_number, newest_path, newest_start, read_metrics, read_rows
 from pretrain.remote import is_url
@@ -61,13 +61,13 @@ class Comparison:
 
     def __str__(self) -> str:
         remark = f"; {self.remark}" if self.remark else ""
-        return f"{self.expected} at {tokens_text(self.tokens)}, training loss {self.measured:.4f}{remark}"
+        return f"{self.expected} at {millions_of_tokens(self.tokens)}, training loss {self.measured:.4f}{remark}"
 
     @property
     def interval_text(self) -> str:
         """Everything but the expected loss itself."""
         low, high = self.expected.low, self.expected.high
-        return f"{low:.4f} to {high:.4f} at {tokens_text(self.tokens)}; training loss {self.measured:.4f}"
+        return f"{low:.4f} to {high:.4f} at {millions_of_tokens(self.tokens)}; training loss {self.measured:.4f}"
 
 
 def expected_curve(table: RunTable, curves: Curves) -> Curves:

@@ -53,7 +53,7 @@ def before_check(words: Sequence[str], prefix: str) -> str:
 
 
 def after_check(words: Sequence[str], *, world_size: int, device: str) -> str:
-    """Return the command that trains the run with these flags: that of its YAML, or the launcher's."""
+    """Return the command that trains the run with these flags: from its YAML, or for the launcher."""
     if len(words) == 2 and words[0] == "--config" and (command := _listed_after("check", Path(words[1]))):
         return command
     if world_size > MAX_GPUS_PER_NODE:
@@ -62,7 +62,7 @@ def after_check(words: Sequence[str], *, world_size: int, device: str) -> str:
 
 
 def _listed_after(subcommand: str, path: Path) -> str:
-    """Return the command after that of a subcommand in the list at the top of a YAML; "" if there is none."""
+    """Return the command that follows a subcommand in the list at the top of a YAML; "" if there is none."""
     for command, following in itertools.pairwise(_listed(path)):
         if command.startswith(f"ds-pretrain {subcommand} "):
             return following

@@ -43,7 +43,7 @@ class Run:
 def train_runs(runs: Sequence[Run], folder: Path, flags: Mapping[str, Any]) -> dict[str, float]:
     """Check all runs, then train them; finished ones are skipped, and the others resume.
 
-    `flags` are those of all runs. Returns run -> seconds of its steps. Raises CalledProcessError.
+    `flags` belong to all runs. Returns run -> seconds of its steps. Raises CalledProcessError.
     """
     _, train_steps = read_yaml(str(folder / RUN_YAML)).get("train_steps", (0, None))
     last = {run.name: last_step(folder, run.name) for run in runs}
@@ -64,7 +64,7 @@ def train_runs(runs: Sequence[Run], folder: Path, flags: Mapping[str, Any]) -> d
 
 
 def _is_finished(last: int, steps: Any) -> bool:
-    """Return whether the last logged step is that of the run. Before a run has begun, its `steps` are not validated."""
+    """Return whether the run has logged its last step. Before a run has begun, its `steps` are not validated."""
     return last > 0 and steps is not None and last >= int(str(steps))
 
 
@@ -104,7 +104,7 @@ class Curve:
 
 
 def read_curve(run: Path, split: str = VALID) -> Curve:
-    """Return the losses of a run folder; without those of steps that were trained again.
+    """Return the losses of a run folder; without the steps that were trained again.
 
     `split` names the validation set: valid, or of several sets valid/NAME.
     """

@@ -126,8 +126,8 @@ class Curve:
     def settled(self) -> "Curve":
         """The rows with a finite loss from the last rise of the learning rate on, with the present sequence length.
 
-        The end of the warm-up is the last rise, as is that of a second warm-up. A rate that follows the batch size may
-        rise later.
+        The end of the warm-up is the last rise, also if there is a second warm-up. A rate that follows the batch size
+        may rise later.
         """
         rate, length = self["lr"], self["seq_length"]
         rises = np.flatnonzero(np.diff(rate) > 1e-6 * np.nanmax(rate, initial=0.0))
@@ -238,6 +238,6 @@ def expectation_of(start: Mapping[str, Any], events: Sequence[Mapping[str, Any]]
     return next((found for _, expect in functions("expectation") if (found := expect(start, events)) is not None), None)
 
 
-def tokens_text(tokens: float) -> str:
+def millions_of_tokens(tokens: float) -> str:
     """Return a number of tokens with its unit, in millions if there are that many."""
     return f"{tokens / 1e6:,.4g} M tokens" if tokens >= 1e6 else f"{tokens:,.0f} tokens"

@@ -12,8 +12,8 @@ NORMAL_MAD = 0.6745  # median of the absolute value of a standard normal variabl
 def error_of_mean(means: np.ndarray) -> float:
     """Return the standard error of the mean of a row of `means`, whose values are autocorrelated.
 
-    The autocorrelation is taken as that of an AR(1) process. Its estimate from n values around a line is too small, by
-    about (1 + 4 r) / n (Marriott and Pope 1954 without the line).
+    The noise is taken as an AR(1) process. The estimate of its autocorrelation r from n values around a line is too
+    small, by about (1 + 4 r) / n (Marriott and Pope 1954 without the line).
     """
     n = means.shape[1]
     x = np.arange(n) - (n - 1) / 2

@@ -61,7 +61,7 @@ _REPEATED_VARIABLES = """
 REPEATED_VARIABLES = frozenset(_REPEATED_VARIABLES.split())
 _PLAIN_VALUE = re.compile(r"[\w.,:;=+{}()-]{0,200}", re.ASCII)
 
-# blocks of the DeepSpeed JSON: not those of monitors, profilers and reports
+# blocks of the DeepSpeed JSON, without monitors, profilers and reports
 _REPEATED_BLOCKS = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
     optimizer scheduler gradient_clipping fp16 bf16 bfloat16 torch_autocast data_types zero_optimization
@@ -80,7 +80,7 @@ _FOLDERS = ("nvme_path",)  # keys of blocks: the user's flag or variable names t
 def repeated_flags(record: dict[str, Any]) -> dict[str, Any]:
     """Return the flags that differ from their defaults, and the checkpoint that the start continued from.
 
-    Relative paths are those of the folder in which the run was started.
+    Relative paths begin at the folder in which the run was started.
     """
     given = {name: value for name, value in _given(record).items()
              if name in REPEATED_FLAGS and not (name == "lr_schedule" and is_own(value))}
@@ -98,7 +98,7 @@ def repeated_flags(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def left_out_flags(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags of a start that are never repeated from a record alone; without those of own code."""
+    """Return the flags of a start that are never repeated from a record alone, without those that name code."""
     return {name: value for name, value in _given(record).items()
             if name not in REPEATED_FLAGS | SET_AGAIN | OWN_CODE.keys() or (name == "lr_schedule" and is_own(value))}
 

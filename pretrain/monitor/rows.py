@@ -5,7 +5,7 @@
 
 from pretrain.active_extensions import for_each_extension
 
-# key -> (unit, definition); those of extensions follow
+# key -> (unit, definition); the rows of extensions follow
 TRAINING_ROW = {
     "step": ("steps", "number of optimizer steps, from 1"),
     "time": ("s", "when the row was written, since 1970"),
@@ -72,7 +72,7 @@ EVALUATION_ROW = {
     "mean_of_sets": ("sets", "only for a mean over named sets: their number"),
 }
 
-# event -> (keys besides time, event, step and reason, separated by spaces; meaning); those of extensions follow
+# event -> (keys besides time, event, step and reason, separated by spaces; meaning); the events of extensions follow
 EVENTS = {
     "start": ("world_size", "training begins, also after a resume; with a key for each operator that was chosen"),
     "init": ("name folder fingerprint", "the run starts from these weights"),

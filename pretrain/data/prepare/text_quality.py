@@ -1,6 +1,6 @@
 """Simple statistics of texts, by which people compare sources of pretraining data. Nothing is filtered.
 
-The limits are those of the filters of Gopher (Rae et al. 2021, arXiv:2112.11446, appendix A.1.1 and table A1) and of C4
+The limits come from the filters of Gopher (Rae et al. 2021, arXiv:2112.11446, appendix A.1.1 and table A1) and of C4
 (Raffel et al. 2020, arXiv:1910.10683, section 2.2). Words are what lies between white space. To be fast, a sample of
 the documents is measured, which depends on their texts alone.
 """

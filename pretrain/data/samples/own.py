@@ -92,7 +92,7 @@ class OwnSamples:
     def columns(self, indices: Indices) -> tuple[npt.NDArray[np.int64], _Weights | None, _Positions | None]:
         """Return tokens, weights and positions of samples, each [n, seq_length + 1]; None: the items have none.
 
-        The weight of a token is that of its prediction. PADDING has weight and position 0.
+        The weight of a token belongs to its prediction. PADDING has weight and position 0.
         """
         numbers = self._numbers(np.asarray(indices, np.int64)).tolist()
         shape = len(numbers), self.seq_length + 1

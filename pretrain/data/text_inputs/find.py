@@ -215,7 +215,7 @@ def find_inputs(words: Sequence[str] | NamedDataset, settings: ReadSettings, ear
 
 
 def _files_at(url: str, commits: dict[str, str], side_files: list[str]) -> list[StoredFile]:
-    """Return the files that a URL names; add those of folders that are not read to `side_files`."""
+    """Return the files that a URL names; add files of folders that are not read to `side_files`."""
     def is_left_out(path: str) -> bool:
         *folders, last = path.split("/")
         is_side = any(part.startswith(".") or _is_side_file(part, True) for part in folders) or \

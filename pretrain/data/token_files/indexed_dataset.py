@@ -170,7 +170,7 @@ class IndexedDataset:
         """Return whether these are hashes of the files as they are.
 
         A .bin and a large .idx are compared by size and modification time, a small .idx by its hash. Of a .bin at a
-        URL, the modification time is that of the upload: it is not compared.
+        URL, the modification time is the time of the upload, and is not compared.
         """
         if self.is_remote:
             return (hashes.bin_bytes, hashes.idx_sha256) == (self.file.status().st_size, self.idx_sha256)

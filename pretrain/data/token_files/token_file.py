@@ -133,7 +133,7 @@ class TokenFiles(Protocol):
 def token_files_at(url: Url, settings: Mapping[str, Any] | None = None) -> TokenFiles:
     """Return the files of a data set. Raises ConfigError if no extension reads such URLs.
 
-    `settings`: of extensions, by their names; those of one that is missing have their defaults.
+    `settings`: of extensions, by their names; an extension that is missing gets its defaults.
     """
     extension, function = reader_of("token_files", url.address, str(url))
     defaults = None if extension.settings is None else extension.settings()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.extensions.ladder.expected_curve import LEVEL, OFF_CURVE, ON_CURVE, Target
-from pretrain.monitor.curve import Expected, Rows, tokens_text
+from pretrain.monitor.curve import Expected, Rows, millions_of_tokens
 from pretrain.monitor.noise import NORMAL_MAD, change_point, error_of_mean
 from pretrain.monitor.read_run_folder import is_number, newest_path, read_events, read_metrics
 
@@ -125,8 +125,8 @@ class Change:
 
     def __str__(self) -> str:
         what = f"{self.side} the expected" if self.event == OFF_CURVE else "again within the expected"
-        return (f"the loss is {self.loss:.4g} after {tokens_text(self.tokens)}, {what} {self.expected}, since about "
-                f"step {self.since}")
+        return (f"the loss is {self.loss:.4g} after {millions_of_tokens(self.tokens)}, {what} {self.expected}, since "
+                f"about step {self.since}")
 
 
 class CurveWatch:

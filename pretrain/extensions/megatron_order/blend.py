@@ -9,12 +9,12 @@ source wins. All values are doubles, so that roundings decide between nearly equ
 | weights | divided by their sum twice: numpy's sum | divided by Python's sum, then by numpy's |
 | no weights | numbers of samples of one epoch; each source is read once at most | 1 for each source |
 | samples of a source, n of the run | ceil(ceil(n * weight) * 1.005) | ceil(n * weight * 1.005) |
-| samples of the blend | sum of ceil(n * weight); without weights: at most n | those of all sources, less one each |
+| samples of the blend | sum of ceil(n * weight); without weights: at most n | the sum over all sources, less one each |
 | sources with fewer samples than the blend takes | rejected | begin again |
 
 Sources have the run's seed. Megatron-LM before core 0.11 (commit 85676ca4) computed ceil(n * weight * 1.005) for source
 and blend, and from core 0.4 to 0.6 (before dc52e84d) divided the weights once. The order of a source differs only if
-its number of epochs changes, and that of the blend only where ties are decided by the last bit of a weight. Not
+its number of epochs changes, and the order of the blend only where ties are decided by the last bit of a weight. Not
 reproduced: --renormalize-blend-weights of 2024-08 to 2025-02, blends for --full-validation
 (build_exhaustive_blending_indices), and GPT-NeoX's weight_by_num_documents.
 
@@ -62,7 +62,7 @@ class GreedyQuotas:
     The loop depends on all its earlier choices. But from different numbers of samples, it soon reaches the same ones:
     after a few steps, rarely after a thousand. Therefore all blocks of samples are computed at the same time, from
     estimated numbers at their beginnings. A block is computed again from the numbers at the end of the block before it
-    until these are equal everywhere: the result is that of the loop, whatever the estimates were.
+    until these are equal everywhere: the result equals the loop, whatever the estimates were.
     """
 
     def __init__(self, weights: Sequence[float], num_samples: int) -> None:

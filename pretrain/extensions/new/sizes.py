@@ -88,7 +88,7 @@ class SizeDefaults:
 
 _GPT3, _PYTHIA = "arXiv 2005.14165, table 2.1", "arXiv 2304.01373, table 1"
 # Both trained with Adam, betas 0.9 and 0.95, weight decay 0.1 (Pythia: 0.01), clipping at 1.0, and a cosine to 10% of
-# the peak rate, which are the defaults here. Pythia's batch of 2M tokens is that of all its sizes; the first row has
+# the peak rate, which are the defaults here. Pythia has a batch of 2M tokens for all its sizes; the first row has
 # GPT-3's smallest batch instead.
 _ROWS = (
     SizeDefaults("Pythia 70M", 70e6, 0.5e6, 10e-4, _PYTHIA),
