@@ -119,6 +119,11 @@ class Cluster:
                f"of host memory and {self.nvme_bytes / GB:,.0f} GB of NVMe"
 
 
+# devices of which only the memory is known here: their times are predicted with the rates of a number of GiB
+_MEMORY_GIB = {"3090": "24", "4090": "24", "5090": "32", "a10": "24"}
+_MOST_GIB = 512
+
+
 def find_gpu(text: str | None) -> Gpu:
     """Return the GPU that `--gpu` selects by name. A number of GiB selects a GPU of that size with an H100's rates.
 
@@ -128,6 +133,7 @@ def find_gpu(text: str | None) -> Gpu:
     if text is None:
         return _gpu_of_this_machine() or GPUS[DEFAULT_GPU]
     name = _ALIASES.get(text.lower(), text.lower())
+    name = _MEMORY_GIB.get(name.removeprefix("rtx").strip(" -_"), name)
     if name in GPUS:
         return GPUS[name]
     try:
@@ -135,8 +141,9 @@ def find_gpu(text: str | None) -> Gpu:
     except ValueError:
         raise ConfigError("--gpu", found=repr(text), expected=f"{', '.join(GPUS)}, or a number of GiB",
                           word=name, known=GPUS) from None
-    if not 0 < gib < 1e5:
-        raise ConfigError("--gpu", found=text, expected="a number of GiB above 0")
+    if not 0 < gib <= _MOST_GIB:
+        raise ConfigError("--gpu", found=text, expected=f"a number of GiB above 0, and at most {_MOST_GIB}",
+                          remedy=f"give a name ({', '.join((*GPUS, *_MEMORY_GIB))}), or the memory of one device")
     return replace(GPUS[DEFAULT_GPU], name=f"{gib:g}{_OF_A_SIZE}", memory_bytes=int(gib * GIB))
 
 
