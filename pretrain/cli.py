@@ -117,8 +117,10 @@ def unknown_flag(word: str, flags: Iterable[str], hint: Callable[[str], str] = l
     """
     name = word.split("=")[0]
     if not word.startswith("-"):
+        is_config = word.endswith((".yaml", ".yml")) and "--config" in flags
         return ConfigError("command line", problem=f"{shorten(word)!r} is not the value of any flag",
-                           remedy="quote values that contain spaces; --help lists the flags")
+                           remedy=f"write --config {shorten(word)}" if is_config else
+                           "quote values that contain spaces; --help lists the flags")
     if remedy := hint(name):
         return ConfigError(shorten(name), problem="there is no such flag", remedy=remedy)
     underscored = name if "--no-" in name else name.replace("-", "_").replace("__", "--", 1)

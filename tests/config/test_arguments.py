@@ -154,3 +154,9 @@ def test_a_wrong_mapping_of_overrides_is_rejected(tmp_path: Path, text: str) -> 
     (tmp_path / "run.yaml").write_text(f"seed: 1\nmodel_overrides: {text}\n")
     with pytest.raises(ConfigError, match=r"run.yaml:2: model_overrides: found a nested value, a comma, or the same"):
         parse_arguments(["--config", str(tmp_path / "run.yaml")])
+
+
+def test_a_yaml_without_its_flag_names_the_flag() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_arguments(["run.yaml", "--seed", "1"])
+    assert str(error.value) == "command line: 'run.yaml' is not the value of any flag. Write --config run.yaml."
