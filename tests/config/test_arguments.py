@@ -139,3 +139,24 @@ def test_every_flag_is_in_a_group_with_its_default(page: str) -> None:
 
 def test_help_fits_80_columns(page: str) -> None:
     assert max(map(len, page.splitlines())) <= 80
+
+
+def test_of_several_files_the_later_one_wins(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("save: a\nseed: 1\nmodel_overrides: {n_layer: 4, vocab_size: 8000}\ntrain_data: [x, y]\n")
+    second.write_text("seed: 2\ntrain_data: z\n")
+    args = parse_arguments(["--config", str(first), "--config", str(second), "--save", "b"], from_here=False)
+    assert (args.save, args.seed, args.train_data, args.model_overrides) == ("b", 2, ["z"], "n_layer=4,vocab_size=8000")
+
+
+@pytest.mark.parametrize("text", ["{n_layer: [1]}", "{a: 1, a: 2}", "{a: 'x,y'}"])
+def test_a_wrong_mapping_of_overrides_is_rejected(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"seed: 1\nmodel_overrides: {text}\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:2: model_overrides: found a nested value, a comma, or the same"):
+        parse_arguments(["--config", str(tmp_path / "run.yaml")])
+
+
+def test_a_yaml_without_its_flag_names_the_flag() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_arguments(["run.yaml", "--seed", "1"])
+    assert str(error.value) == "command line: 'run.yaml' is not the value of any flag. Write --config run.yaml."

@@ -79,7 +79,7 @@ def run_parser() -> Parser:
         section = sections[flag.group.title]
         if name == "deepspeed_config":
             section.add_argument("--config", action="append", type=text, default=[], metavar="FILE",
-                                 help="YAML file with these flags as keys (default: none)")
+                                 help="YAML file with these flags as keys; of several, later ones win (default: none)")
         section.add_argument(f"--{name}", help=flag.help, **_options(name))
     return parser
 
@@ -150,6 +150,8 @@ def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.
     where, kinds = f"{path}:{key.start_mark.line + 1}: {key.value}", _kinds(current_name(str(key.value)))
     if (list[str] in kinds or not kinds) and isinstance(value, yaml.SequenceNode):  # an unknown key: rejected later
         return _yaml_list(where, value)
+    if current_name(str(key.value)) == "model_overrides" and isinstance(value, yaml.MappingNode):
+        return _yaml_mapping(where, value)
     if not isinstance(value, yaml.ScalarNode):
         raise ConfigError(where, found=_node_type(value), expected="a single value",
                           remedy=_JSON if path.endswith(".json") else "")
@@ -160,6 +162,15 @@ def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.
     if parsed is None:
         return None
     return str(value.value) if str in kinds or list[str] in kinds else str(parsed)
+
+
+def _yaml_mapping(where: str, value: yaml.MappingNode) -> str:
+    """Return a mapping of single values as key=value,... Raises ConfigError for others, and for keys that repeat."""
+    pairs = {str(key.value): str(each.value) for key, each in value.value if isinstance(each, yaml.ScalarNode)}
+    if len(pairs) < len(value.value) or any("," in each for each in pairs.values()):
+        raise ConfigError(where, found="a nested value, a comma, or the same key twice",
+                          expected="single values of different keys, such as {n_layer: 4}")
+    return ",".join(f"{key}={each}" for key, each in pairs.items())
 
 
 def _yaml_list(where: str, value: yaml.SequenceNode) -> list[str]:
@@ -211,9 +222,11 @@ def _check_folder(config: str, values: argparse.Namespace) -> None:
 def activate_extensions(words: Sequence[str]) -> None:
     """Activate the extensions that --extension names in these words, or in the YAML that they name."""
     named, files = _values_of("--extension", words), _values_of("--config", words)
-    if not named and len(files) == 1:
-        _, found = read_yaml(files[0]).get("extension", (0, []))
-        named = [found] if isinstance(found, str) else found
+    for file in reversed(files if not named else []):
+        if "extension" in (values := read_yaml(file)):
+            _, found = values["extension"]
+            named = [found] if isinstance(found, str) else found
+            break
     for spec in named:
         activate(spec)
     if named:
@@ -231,7 +244,9 @@ def _values_of(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def parse_arguments(argv: list[str] | None = None, *, from_here: bool = True) -> RunArguments:
-    """Parse the flags and the `--config` YAML file; flags win. Raises ConfigError; `--help` exits with 0.
+    """Parse the flags and the `--config` YAML files. Flags win, and later files over earlier ones.
+
+    Raises ConfigError; `--help` exits with 0.
 
     Ranges and choices are checked later, by `check_flags`. `from_here`: relative paths begin in the current folder.
     """
@@ -240,12 +255,11 @@ def parse_arguments(argv: list[str] | None = None, *, from_here: bool = True) ->
     parser = run_parser()
     namespace, unknown = parser.parse_known_args(words)
     files = namespace.config
-    if len(files) > 1:
-        raise ConfigError("--config", found=f"{len(files)} files", expected="one", remedy="join them into one")
     if files:
-        namespace, unknown = parser.parse_known_args(_flags_from_yaml(files[0]) + words)
-        if from_here:
-            _check_folder(files[0], namespace)
+        of_files = [word for file in files for word in _flags_from_yaml(file)]
+        namespace, unknown = parser.parse_known_args(of_files + words)
+        for file in files if from_here else ():
+            _check_folder(file, namespace)
     if unknown:
         flags = [word for word in unknown if word.startswith("--")][:8] or unknown[:1]
         lines = [str(unknown_flag(word, ["--config", *(f"--{name}" for name in FLAGS)], hint_for)) for word in flags]

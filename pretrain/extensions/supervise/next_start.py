@@ -84,11 +84,15 @@ def run_setting(command: Sequence[str], name: str) -> str | None:
     Raises ConfigError if the YAML cannot be read.
     """
     words = train_flags(command)
-    value, path = flag_value(words, name), flag_value(words, "config")
-    if value is not None or path is None:
+    value = flag_value(words, name)
+    if value is not None:
         return value
-    found = read_yaml(path).get(name, (0, None))[1]
-    return found if isinstance(found, str) else None
+    ends = [at + 1 for at, word in enumerate(words) if word.partition("=")[0] == "--config"]
+    for path in (flag_value(words[:end + 1], "config") for end in reversed(ends)):  # later files win
+        if path is not None and name in (values := read_yaml(path)):
+            found = values[name][1]
+            return found if isinstance(found, str) else None
+    return None
 
 
 def run_arguments(command: Sequence[str], run: Path) -> RunArguments | None:
