@@ -20,7 +20,7 @@ MOST = {
     "modules of the core": 345, "lines of the core": 37_600, "text of the core, kB": 2_500,
     "modules reached from train.py": 211, "lines reached from train.py": 25_400,
     "modules with one importer": 112, "modules below 60 lines": 62, "handlers of OSError in the core": 130,
-    "lines of the longest module": 400, "lines of tests": 53_600,
+    "lines of the longest module": 400, "lines of tests": 53_670,
 }
 
 
