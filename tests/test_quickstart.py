@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -24,11 +25,13 @@ from tests.support.extensions import entries_of_extensions, modules_of_extension
 from tests.support.installed import build_wheel, install
 from tests.support.launch import ROOT
 from tests.support.pages import GUIDE, PAGES, QUICKSTART, README, block_commands, blocks, runnable, smaller
+from tests.support.warm_starts import hand_over_at_start, warm
 
 SCRIPTS = Path(sys.executable).parent
 PRINTED: set[str] = set()  # lines that the commands printed, normalized
 NOT_PRINTED = ("ds-pretrain: error: zero2.json", "ds-pretrain [train]",
                *entries_of_extensions("page_commands", "NOT_PRINTED"))
+WARM: dict[str, str] = {}  # variables of programs that run in forks of a warm process
 FRESH = bool(os.environ.get("DS_PRETRAIN_FRESH"))  # make a new environment, in an empty home directory
 
 
@@ -43,7 +46,7 @@ def _environment(clone: Path, home: Path) -> dict[str, str]:
             or key.startswith(("PIP_", "PYENV", "SSL_")) or key.lower().endswith("_proxy")}
     if not FRESH:
         path = os.pathsep.join([f"{clone}/.venv/bin", str(SCRIPTS), os.environ["PATH"]])
-        return {**os.environ, "VENV": str(clone / ".venv"), "SETUP": "done", "PATH": path}
+        return {**os.environ, **WARM, "VENV": str(clone / ".venv"), "SETUP": "done", "PATH": path}
     scripts = {str(SCRIPTS), os.path.join(os.environ.get("VIRTUAL_ENV", "-"), "bin")}
     path = [part for part in os.environ["PATH"].split(os.pathsep) if part not in scripts]
     return {**kept, "HOME": str(home), "PATH": os.pathsep.join(path)}
@@ -77,8 +80,8 @@ def _not_cloned(folder: str, names: list[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return (copy of the working tree, empty home directory)."""
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """Return (copy of the working tree, empty home directory). Its programs run in forks of a warm process."""
     base = tmp_path_factory.mktemp("fresh")
     clone, home = base / "ds-pretrain", base / "home"
     home.mkdir()
@@ -91,7 +94,13 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             assert text.count(full) == 1
             (clone / file).write_text(text.replace(full, short))
         (clone / ".venv").symlink_to(install(build_wheel(clone, base / "dist"), base / "env"))
-    return clone, home
+        hand_over_at_start(*clone.glob(".venv/lib/python*/site-packages"))
+        environ = {**_environment(clone, home), "OMP_NUM_THREADS": "1"}
+        with warm(base, clone / ".venv", environ) as variables:
+            WARM.update(variables)
+            yield clone, home
+    else:
+        yield clone, home
 
 
 @pytest.fixture(scope="module")

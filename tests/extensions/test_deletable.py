@@ -17,9 +17,18 @@ import pytest
 from pretrain.active_extensions import extensions
 from pretrain.extension import BUILT_IN, Extension
 from tests.support.cases import config, flags
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, run_ranks
 
 NAMES = sorted(path.parent.name for path in ROOT.glob("pretrain/extensions/*/extension.py"))
+# a program: `python -m MODULE WORDS` with the package of another tree, in a process that has imported the package
+OTHER_TREE = """
+import runpy, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "pretrain"]:
+    del sys.modules[name]
+del sys.argv[0]
+sys.path[0] = sys.argv.pop(0)
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 # flags with which a run uses an extension that has flags
 USED: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": "rowwise"} if find_spec("torchao") else {}, "ladder": {"expected_curve": "ladder.json"},
@@ -81,7 +90,7 @@ def tree_without(name: str, folder: Path) -> Path:
     for file in (file for file in tracked_files() if not file.startswith(left_out)):
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / file, tree / file)
-    for cache in (".mypy_cache", ".ruff_cache"):
+    for cache in (".mypy_cache", ".import_linter_cache"):
         if (ROOT / cache).is_dir():
             shutil.copytree(ROOT / cache, tree / cache)
     return tree
@@ -93,37 +102,61 @@ def test_each_folder_declares_an_extension_of_its_name() -> None:
     assert [name for name in NAMES if not (ROOT / f"pretrain/extensions/{name}/README.md").is_file()] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_tree_without_an_extension(name: str, corpus: str, tmp_path: Path) -> None:
-    """A run that used it resumes, with a note about its state if it had one. Nothing refers to its modules or flags."""
-    tree = tree_without(name, tmp_path)
-    environ = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "80"}
+@pytest.fixture(scope="module")
+def plain_run(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two steps of a run that uses the extensions that need no flags."""
+    folder = tmp_path_factory.mktemp("plain")
+    train(folder, flags_of_run(corpus), ROOT)
+    return folder
 
-    def run(*words: str, code: str = str(tree), cwd: Path = tree) -> str:
-        done = subprocess.run([sys.executable, *words], cwd=cwd, env={**environ, "PYTHONPATH": code}, check=False,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert done.returncode == 0, (words, done.stdout[-4000:])
-        return done.stdout
 
-    (tmp_path / "ds.json").write_text(json.dumps(config(1, micro=2, precision="bf16")))
+def flags_of_run(corpus: str) -> list[str]:
     given = {"deepspeed_config": "ds.json", **flags(corpus, layers=1, hidden=32, steps=4), "save": "run",
              "save_interval": 2}
-    words = [f"--{key}={value}" for key, value in given.items()]
+    return [f"--{key}={value}" for key, value in given.items()]
+
+
+def train(folder: Path, words: list[str], tree: Path) -> str:
+    """Train up to step 2, or resume, with the code of a tree."""
+    (folder / "ds.json").write_text(json.dumps(config(1, micro=2, precision="bf16")))
+    return run_in(tree, folder, ["pretrain.train", *words, *(["--exit_step=2"] if tree == ROOT else [])])
+
+
+def run_in(tree: Path, cwd: Path, words: list[str]) -> str:
+    """Run `python -m WORDS` with the package of a tree, in a fork that has imported torch."""
+    [done] = run_ranks(["-c", OTHER_TREE, str(tree), *words], 1, cwd=cwd, environ={"PYTHONPATH": str(tree),
+                                                                                   "COLUMNS": "80"})
+    assert done.returncode == 0, (words, done.stdout[-4000:])
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tree_without_an_extension(name: str, corpus: str, plain_run: Path, tmp_path: Path) -> None:
+    """A run that used it resumes, with a note about its state if it had one. Nothing refers to its modules or flags.
+
+    ruff examines each file alone, so that it would find in the tree what it finds here.
+    """
+    tree, words = tree_without(name, tmp_path), flags_of_run(corpus)
     used = [f"--{key}={value}" for key, value in USED.get(name, {}).items()]
-    if (ROOT / f"tests/extensions/{name}/used.py").is_file():  # the files that these flags name
-        importlib.import_module(f"tests.extensions.{name}.used").write_files(
-            tmp_path, [word.replace("ds.json", str(tmp_path / "ds.json")) for word in words])
-    run("-m", "pretrain.train", *words, *used, "--exit_step=2", code=str(ROOT), cwd=tmp_path)
-    resumed = run("-m", "pretrain.train", *words, cwd=tmp_path)
+    if used or (ROOT / f"tests/extensions/{name}/used.py").is_file():  # that writes the files that these flags name
+        if (ROOT / f"tests/extensions/{name}/used.py").is_file():
+            (tmp_path / "ds.json").write_text(json.dumps(config(1, micro=2, precision="bf16")))
+            importlib.import_module(f"tests.extensions.{name}.used").write_files(
+                tmp_path, [word.replace("ds.json", str(tmp_path / "ds.json")) for word in words])
+        train(tmp_path, [*words, *used], ROOT)
+    else:
+        shutil.copytree(plain_run, tmp_path, dirs_exist_ok=True, symlinks=True)
+    resumed = train(tmp_path, words, tree)
     assert "resumed from" in resumed
     [start] = json.loads((tmp_path / "run/run.json").read_text())[:1]
     note = f"the extension {name}, which the run's last start used, is not installed now"
     assert (note in resumed) == (name in start["extensions"])
-    run("-m", "pretrain", "check", "--world_size=1", *words, cwd=tmp_path)
-    shown = run("-m", "pretrain", "train", "--help")
+    run_in(tree, tmp_path, ["pretrain", "check", "--world_size=1", *words])
+    shown = run_in(tree, tmp_path, ["pretrain", "train", "--help"])
     assert [flag for flag in USED.get(name, {}) if f"--{flag}" in shown] == []
-    assert f"\n{name} (" not in run("-m", "pretrain", "extensions")
-    run("-m", "pretrain", "summary", str(tmp_path / "run"))
-    run("-m", "ruff", "check", "-q", ".")
-    run("-m", "mypy")
-    run("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+    assert f"\n{name} (" not in run_in(tree, tmp_path, ["pretrain", "extensions"])
+    run_in(tree, tmp_path, ["pretrain", "summary", str(tmp_path / "run")])
+    for words in (["-m", "mypy"], ["-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]):
+        done = subprocess.run([sys.executable, *words], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)},
+                              check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert done.returncode == 0, (words, done.stdout[-4000:])

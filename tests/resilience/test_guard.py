@@ -67,6 +67,11 @@ def test_bad_steps_in_a_row_lead_to_a_rollback(tmp_path: Path) -> None:
     assert [run.train(float("nan"), float("inf"), NAN) for _ in range(2)] == [None, None], "the count begins again"
 
 
+@pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (3.0, float("inf"))])
+def test_one_value_that_is_not_finite_makes_a_step_bad(tmp_path: Path, loss: float, norm: float) -> None:
+    assert Run(tmp_path, max_bad_steps=1).train(loss, norm) is not None
+
+
 def test_events_name_the_position_in_the_epoch(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for _ in range(7):

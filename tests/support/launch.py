@@ -4,17 +4,24 @@ import atexit
 import functools
 import json
 import os
+import select
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+from pretrain.cluster.warm_process import start, warm_process
 from pretrain.distributed.process import ROOT, free_port
 
 PROGRAM = str(ROOT / "pretrain" / "__main__.py")  # `python PROGRAM SUBCOMMAND` works in any folder
 WORKERS = ROOT / "tests" / "distributed" / "workers"
 __all__ = ["PROGRAM", "ROOT", "WORKERS", "free_port"]
 LIMIT_S = 900.0  # a test that hangs fails after this time
+GRACE_S = 60.0  # after one rank has failed, the other ranks have this time to report their errors
 LIMIT_OF_CASE_S = 60.0  # a launch of many cases has this time for each, because other programs may use the processors
 
 
@@ -28,32 +35,45 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 @functools.cache
-def fork_server() -> subprocess.Popen[str]:
-    """Start the process from which ranks are forked. The fork server is killed when this process exits."""
-    server = subprocess.Popen([sys.executable, "-m", "tests.distributed.workers.fork_server"], stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, text=True, cwd=ROOT, env=rank_environment(0, 1, 0))
+def warm_socket() -> str:
+    """Start the process from which ranks are forked, and return its socket. It ends with this process."""
+    folder = tempfile.mkdtemp(prefix="warm")
+    server = warm_process(f"{folder}/socket", "tests.distributed.workers.preload", cwd=ROOT, stdout=subprocess.DEVNULL,
+                          environ=rank_environment(0, 1, 0))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.kill)
-    return server
+    return f"{folder}/socket"
 
 
 def run_ranks(command: list[str], ranks: int, *, cwd: Path, timeout: float = LIMIT_S,
               environ: dict[str, str] | None = None) -> list[subprocess.CompletedProcess[str]]:
-    """Run `python COMMAND` on every rank and wait for all. When one rank fails, the others are killed.
+    """Run `python COMMAND` on every rank and wait for all. When one rank fails, the others are killed after GRACE_S.
 
     `stdout` of each result has both output streams.
     """
-    port, server = free_port(), fork_server()
-    environs = [{**rank_environment(rank, ranks, port), **(environ or {})} for rank in range(ranks)]
-    request = {"command": command, "environs": environs, "cwd": str(cwd), "timeout": timeout}
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    answer = json.loads(server.stdout.readline())
-    if "timeout" in answer:
+    port, codes, running = free_port(), [0] * ranks, {}
+    deadline = time.monotonic() + timeout
+    for rank in range(ranks):
+        with (cwd / f"rank{rank}.log").open("w") as log, open(os.devnull) as nothing:
+            child = start(warm_socket(), command, cwd=str(cwd), files=(nothing.fileno(), log.fileno(), log.fileno()),
+                          environ={**rank_environment(rank, ranks, port), **(environ or {})})
+            assert child is not None
+            running[child] = rank
+    is_late = False
+    while running:
+        for child in select.select([*running], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            codes[running.pop(child)] = code = child.wait()
+            if code != 0:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if running and time.monotonic() > deadline:
+            is_late = is_late or not any(codes)
+            for child in running:
+                os.kill(child.pid, signal.SIGKILL)
+            deadline = time.monotonic() + LIMIT_S
+    if is_late:
         raise TimeoutError(f"{command} ran for more than {timeout} s\n" + tails(cwd, ranks))
     return [subprocess.CompletedProcess(command, code, stdout=(cwd / f"rank{rank}.log").read_text())
-            for rank, code in enumerate(answer["codes"])]
+            for rank, code in enumerate(codes)]
 
 
 def train_ranks(ranks: int, flags: list[str], cwd: Path,

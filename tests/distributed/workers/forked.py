@@ -1,6 +1,6 @@
 """Run the cases of test_kill.py, test_saver.py and test_hangs.py. A case is a run of `train.py`; some are killed.
 
-This program runs in a fork of `fork_server.py`. Each rank of each run is a fork of this program and starts in 1 s.
+This program runs in a fork of the warm process. Each rank of each run is a fork of this program and starts in 1 s.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Run the cases of tests/distributed/resilience/test_signals.py: real ranks that get signals, STOP and SAVE files.
 
-This program runs in a fork of `fork_server.py`. Each rank of each start is a fork of this program.
+This program runs in a fork of the warm process. Each rank of each start is a fork of this program.
 """
 
 import json
