@@ -46,7 +46,7 @@ done
 
 export MASTER_PORT=${MASTER_PORT:-$(cd / && python -c 'from pretrain.distributed.process import free_port
 print(free_port())')}
-export DS_PRETRAIN_SECRET=${DS_PRETRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}  # pretrain/pages/network.md
+export DS_PRETRAIN_SECRET=${DS_PRETRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}  # pretrain/pages/launch.md
 forwarded='^(MASTER_|NCCL_|GLOO_|UCX_|OMP_|KMP_|MKL_|CUDA_|DS_|TORCH|HF_|PYTHON|PATH$|LD_LIBRARY_PATH$)'
 names=$(compgen -e | grep -E "$forwarded")
 case $("$mpirun" --version 2>&1) in

@@ -27,7 +27,7 @@ MOST_LINES = {
     "memory_watch": 280,
     "merge_split": 460,
     "near_duplicates": 340,
-    "new": 620,
+    "new": 640,
     "notify": 490,
     "object_stores": 920,
     "overlap": 550,
@@ -40,13 +40,13 @@ MOST_LINES = {
     "run_notes": 320,
     "sanity": 1020,
     "slow_ranks": 980,
-    "supervise": 570,
+    "supervise": 580,
     "sweep": 420,
     "tasks": 650,
     "tiktoken": 240,
     "translate": 2520,
     "universal": 260,
-    "wrapped": 1920,
+    "wrapped": 1930,
 }
 
 

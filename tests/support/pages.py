@@ -16,7 +16,7 @@ def _found(pattern: str) -> list[str]:
 
 _CORE = [f"pretrain/pages/{name}.md" for name in (
     "concepts", "first_run", "data", "training_data", "memory", "checkpoints", "weights", "evaluation", "gpu",
-    "measurements", "metrics", "layouts", "deepspeed_json", "models", "experts", "recipe", "launch", "network",
+    "measurements", "metrics", "layouts", "deepspeed_json", "models", "experts", "recipe", "launch",
     "unattended", "right_results")]
 # The commands run in this order. A page may use the files that earlier pages created.
 PAGES = [README, *(ROOT / name for name in (

@@ -69,18 +69,23 @@ def reached_from(name: str) -> set[str]:
 
 
 def imported_once() -> list[str]:
-    """Return the modules that one other module imports, and no more."""
+    """Return the modules that one other module imports, and no more; declarations of extensions aside."""
     importers: dict[str, int] = {}
     for name in modules():
         for each in imports_of(name):
             importers[each] = importers.get(each, 0) + 1
-    return [name for name, count in importers.items() if count == 1 and not _is_package(name)]
+    return [name for name, count in importers.items()
+            if count == 1 and not _is_package(name) and not _is_declaration(name)]
 
 
 def short_modules() -> list[str]:
     """Return the modules of less than SHORT lines of code, except packages and declarations of extensions."""
     return [name for name, text in modules().items() if lines_of(text) < SHORT and not _is_package(name)
-            and not (is_extension(name) and name.endswith(".extension"))]
+            and not _is_declaration(name)]
+
+
+def _is_declaration(name: str) -> bool:
+    return is_extension(name) and name.endswith(".extension")
 
 
 def _is_package(name: str) -> bool:

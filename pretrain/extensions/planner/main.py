@@ -17,12 +17,12 @@ from pretrain.extensions.planner.output import (
     largest_json,
     print_choices,
     print_largest,
+    recommendation_lines,
     report_csv,
     report_json,
     time_cells,
 )
 from pretrain.extensions.planner.plot import html
-from pretrain.extensions.planner.recommendation import recommendation_lines
 from pretrain.extensions.planner.search import PlannerWorkload, candidates_of, workload_of
 from pretrain.extensions.planner.step_time.calibrate import calibration_lines
 from pretrain.extensions.planner.step_time.time_parameters import TimeParameters

@@ -12,8 +12,7 @@ from pretrain.extensions.planner.choices import MOST_CHOICES, distinct_choices, 
 from pretrain.extensions.planner.estimates import time_of
 from pretrain.extensions.planner.flags import parse_flags
 from pretrain.extensions.planner.main import main, make_report
-from pretrain.extensions.planner.output import PlannerReport, print_choices
-from pretrain.extensions.planner.recommendation import limit_text
+from pretrain.extensions.planner.output import PlannerReport, limit_text, print_choices
 from pretrain.extensions.planner.search import candidates_of, workload_of
 from pretrain.extensions.planner.step_time import kernel_time
 from pretrain.extensions.planner.step_time.kernel_time import KernelRates
