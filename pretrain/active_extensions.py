@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -94,6 +95,16 @@ def activate(spec: str) -> Extension:
 
 def _of_callback(callback: type[Callback], module: str, spec: str, where: str) -> Extension:
     """Add an extension that brings a callback, made without arguments, to each run. Raises ConfigError."""
+    points = [name for name, _ in inspect.getmembers(Callback, inspect.isfunction) if not name.startswith("_")]
+    if all(getattr(callback, point) is getattr(Callback, point) for point in points):
+        names = [name for name, value in vars(callback).items() if inspect.isfunction(value)]
+        raise ConfigError(where, word=names[0] if names else "", known=points,
+                          problem=f"the class has no method that a run calls (it has {', '.join(names) or 'none'})")
+    try:
+        inspect.signature(callback).bind()
+    except TypeError as error:
+        raise ConfigError(where, problem=f"the class is made without arguments: {error}", remedy="give them defaults, "
+                          "or declare an Extension whose callbacks=... makes it") from None
     origin = f"--extension {spec}"
     known = next((each for each in _found.values() if each.origin == origin), None)
     if known is not None:

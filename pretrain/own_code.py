@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
@@ -50,7 +50,9 @@ def own_object(spec: str, where: str, example: str = "my_module:EXTENSION") -> A
                           f"{example}")
     found = vars(import_own_module(module, where))
     if name not in found:
-        raise ConfigError(where, problem=f"the module {module} has no {shorten(name)}", word=name, known=found)
+        own = [each for each, value in found.items() if getattr(value, "__module__", module) == module or
+               not isinstance(value, (type, FunctionType))]
+        raise ConfigError(where, problem=f"the module {module} has no {shorten(name)}", word=name, known=own)
     return found[name]
 
 

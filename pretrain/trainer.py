@@ -209,6 +209,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: Callbac
     guard = Guard(plan, engine, folder, screen, on_bad_step=functools.partial(callbacks, "bad_step", run))
     guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
     callbacks("start", run)
+    callbacks.check_states(run)  # rather than at the first save
     for callback in callbacks.around_update:
         own.update.add(callback)
     return StepLoop(run, callbacks, guard, saver, requests, guards.lock)

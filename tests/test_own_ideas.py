@@ -64,16 +64,44 @@ def test_each_change_takes_at_most_40_lines() -> None:
     assert all(len(code.splitlines()) <= 40 for code in FILES.values())
 
 
-def test_a_callback_logs_values_of_all_ranks_and_writes_a_file(folder: Path, corpus: str) -> None:
-    code = FILES["histograms.py"].replace("is_due(10)", "is_due(2)") + (
-        "        run.log('rank', run.world.rank, 'sum')\n        run.log('highest', float(run.world.rank), 'max')\n")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_callback_logs_values_of_all_ranks_and_writes_a_file(folder: Path, corpus: str, stage: int) -> None:
+    """At ZeRO-3, each weight is divided between steps; the histograms are complete."""
+    code = FILES["histograms.py"].replace("is_due(10)", "is_due(2)").replace("        if run.world.rank == 0", (
+        "        run.log('rank', run.world.rank, 'sum')\n        run.log('highest', float(run.world.rank), 'max')\n"
+        "        run.log('total', total)\n        if run.world.rank == 0"))
     (folder / "histograms.py").write_text(code)
-    train(folder, corpus, config(1, micro=2), extension="histograms:Histograms")
+    values = config(stage, micro=2)
+    values["zero_optimization"] |= {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    train(folder, corpus, values, extension="histograms:Histograms")
     rows = {row["step"]: row for row in read_metrics(folder / "run") if "loss" in row}
-    assert [step for step, row in rows.items() if "small_weights" in row] == [3, 5]
-    assert 0 < rows[3]["small_weights"] < 1
-    assert (rows[3]["rank"], rows[3]["highest"]) == (1, 1)
-    assert [row["step"] for row in read_rows(folder / "run/histograms.jsonl")] == [2, 4, 6]
+    assert [step for step, row in rows.items() if "small_weights" in row] == [2, 4, 6]
+    assert 0 < rows[2]["small_weights"] < 1
+    assert (rows[2]["rank"], rows[2]["highest"]) == (1, 1)
+    histograms = read_rows(folder / "run/histograms.jsonl")
+    assert [row["step"] for row in histograms] == [2, 4, 6]
+    assert all(0.9 * rows[2]["total"] < sum(row["counts"]) <= rows[2]["total"] for row in histograms)
+
+
+WRONG = {
+    "Typo": ("def after_rows(self, run, row):\n        pass", 'the class has no method that a run calls (it has '
+             'after_rows). Did you mean "after_row"?'),
+    "Arguments": ("def __init__(self, limit):\n        pass\n    def after_row(self, run, row):\n        pass",
+                  "the class is made without arguments: missing a required argument: 'limit'"),
+    "State": ("def state(self):\n        return {1}", "callback State: JSON cannot represent its state"),
+    "Loss": ("def row_values(self, run, ranks):\n        return {'loss': 1.0}",
+             "row_values of a callback: loss: the rows of steps have this key already"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_callback_that_cannot_work_is_rejected_in_one_line(name: str, folder: Path, corpus: str) -> None:
+    """Before the first step, but for the key of a row."""
+    code, line = WRONG[name]
+    (folder / "wrong.py").write_text(f"from pretrain.callback import Callback\nclass {name}(Callback):\n    {code}\n")
+    losses, output = train(folder, corpus, config(1, micro=2), extension=f"wrong:{name}", code=REJECTED)
+    assert line in output
+    assert losses == {}
 
 
 def test_a_name_that_rows_have_ends_the_run_with_one_line(folder: Path, corpus: str) -> None:

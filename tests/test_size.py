@@ -17,10 +17,10 @@ from tests.support.source_size import (
 )
 
 MOST = {
-    "modules of the core": 325, "lines of the core": 35_700, "text of the core, kB": 2_375,
-    "modules reached from train.py": 193, "lines reached from train.py": 23_630,
-    "modules with one importer": 112, "modules below 60 lines": 58, "handlers of OSError in the core": 99,
-    "lines of the longest module": 376, "lines of tests": 54_300,
+    "modules of the core": 325, "lines of the core": 35_720, "text of the core, kB": 2_380,
+    "modules reached from train.py": 193, "lines reached from train.py": 23_650,
+    "modules with one importer": 112, "modules below 60 lines": 57, "handlers of OSError in the core": 99,
+    "lines of the longest module": 376, "lines of tests": 54_400,
 }
 
 

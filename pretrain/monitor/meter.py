@@ -157,10 +157,14 @@ class Meter:
             squares=self._update_size.take_squares(), others=[
                 *(value for values in given.values() for value in values),
                 *(each.of_rank() for each in logged.values())])
-        row = training_row(self.plan, self.engine, interval,
-                           {**combine_ranks(ranks), **self._callbacks.row_values(run, given, others)}, loss=loss_now,
-                           lr=result.lr, gradients=self._gradients.take())
+        row = training_row(self.plan, self.engine, interval, combine_ranks(ranks), loss=loss_now, lr=result.lr,
+                           gradients=self._gradients.take())
         row["goodput"] = self._add_goodput(interval)
+        added = self._callbacks.row_values(run, given, others)
+        if taken := sorted(row.keys() & added.keys()):
+            raise ConfigError(f"row_values of a callback: {taken[0]}",
+                              problem="the rows of steps have this key already", remedy="choose another name")
+        row |= added
         for (name, value), column in zip(logged.items(), others.T[others.shape[1] - len(logged):], strict=True):
             if name in row:
                 raise ConfigError(f"run.log({name!r})", problem="the rows of steps have this key already",

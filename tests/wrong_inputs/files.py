@@ -41,7 +41,7 @@ def content_cases() -> Iterator[Case]:
         yield case_of(f"{program} {name}: {what}", program, line, file.rpartition("/")[2], {file: raw, **more})
     for raw, culprit in _YAML.items():
         yield case_of(f"YAML: {raw[:12]!r}", TRAIN, "RIGHT --config {world}/in.yaml", culprit, {"in.yaml": raw})
-    yield case_of("YAML: two files", TRAIN, "RIGHT --config {world}/in.yaml --config {world}/in.yaml", "--config",
+    yield case_of("YAML: two files", TRAIN, "RIGHT --config {world}/in.yaml --config {world}/none.yaml", "none.yaml",
                   {"in.yaml": b"seed: 1"})
     yield from _metadata_cases()
     yield from _row_cases()

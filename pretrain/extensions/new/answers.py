@@ -87,7 +87,7 @@ class Data:
         return files.document_offset(last) - files.document_offset(first)
 
 
-def data_of(words: Sequence[str], jsonl_key: str, new_prefix: str) -> Data:
+def data_of(words: Sequence[str], settings: ReadSettings, new_prefix: str) -> Data:
     """Return the data that a prefix of token files, or files, folders and globs of text name. Raises ConfigError.
 
     new_prefix: of the token files to prepare.
@@ -103,7 +103,6 @@ def data_of(words: Sequence[str], jsonl_key: str, new_prefix: str) -> Data:
         if (shown := without_credentials(word)) != word:
             raise ConfigError(f"--data {shown}", problem="its password or signature would be written into the YAML",
                               remedy="give it to `ds-pretrain prepare`, and here the prefix of the token files")
-    settings = ReadSettings(jsonl_key=jsonl_key)
     found = find_inputs(words, settings)
     next(read_pieces(found.files, settings), None)  # a wrong key, now rather than in `ds-pretrain prepare`
     return Data(new_prefix, tuple(words), sum(file.text_bytes for file in found.files))

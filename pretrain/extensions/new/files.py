@@ -12,6 +12,7 @@ from pretrain.commands.next_command import LISTED
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.write_yaml import comment_line, yaml_entry
+from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.errors import counted, format_number, one_line, tokens_text
 from pretrain.extensions.new.answers import Data, ModelOfRun, TokenizerOfRun
 from pretrain.extensions.new.sizes import SizeDefaults
@@ -30,7 +31,7 @@ class NewRun:
 
     path: Path  # of the YAML
     data: Data
-    jsonl_key: str
+    reading: ReadSettings
     tokenizer: TokenizerOfRun
     model: ModelOfRun
     cluster: Cluster
@@ -177,7 +178,8 @@ def commands(run: NewRun) -> list[str]:
     if run.data.inputs:
         words.append(["prepare", *run.data.inputs, "--tokenizer", run.tokenizer.value, "--out", run.data.prefix,
                       *(["--vocab_size", str(run.tokenizer.vocab_size)] if run.tokenizer.to_train else []),
-                      *(["--jsonl_key", run.jsonl_key] if run.jsonl_key != "text" else [])])
+                      *(["--jsonl_key", run.reading.jsonl_key] if run.reading.jsonl_key != "text" else []),
+                      *(["--on_error", "skip"] if run.reading.skip_errors else [])])
     words.append(["check", "--config", str(run.path), "--world_size", ranks,
                   *(["--device", "cpu"] if is_cpu else ["--gpu", cluster.gpu.word])])
     here = ["--num_accelerators" if is_cpu else "--num_gpus", ranks]

@@ -18,6 +18,7 @@ from pretrain.commands.check import device_of
 from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.flags.parse import parse_arguments
 from pretrain.config.validate import check_settings
+from pretrain.data.text_inputs.chunk import ReadSettings
 from pretrain.errors import ConfigError, tokens_text
 from pretrain.extensions.new.answers import (
     CPU,
@@ -90,6 +91,8 @@ def _parser() -> Parser:
                         help="text, JSON lines or Parquet: files, folders, globs, URLs; or the prefix of token files")
     parser.add_argument("--jsonl_key", type=text, default="text",
                         help="key of the text in a JSON line, column in a Parquet file (default: %(default)s)")
+    parser.add_argument("--on_error", choices=("stop", "skip"), default="stop",
+                        help="at files without text, and documents that cannot be read (default: %(default)s)")
     parser.add_argument("--tokenizer", type=path_text,
                         help="train, bytes, a SentencePiece .model, tokenizer.json, a folder with one, or a repository "
                              "(default: train, or that of the token files)")
@@ -118,8 +121,9 @@ def _new_run(flags: argparse.Namespace) -> NewRun:
         raise ConfigError("--tokens / --steps", found="both", expected="one of the two")
     folder, name = flags.run.parent, flags.run.stem
     prepared = folder / "prepared" / name  # with one slash, a tokenizer that does not exist would be a repository
+    reading = ReadSettings(jsonl_key=flags.jsonl_key, skip_errors=flags.on_error == "skip", can_skip=True)
     data = answer("data", None if flags.data is None else shlex.join(flags.data),
-                  lambda word: data_of(_words(word), flags.jsonl_key, str(prepared / "tokens")),
+                  lambda word: data_of(_words(word), reading, str(prepared / "tokens")),
                   "data: files, a folder or a glob of .jsonl, .txt or Parquet, or the prefix of token files")
     tokenizer = _tokenizer(flags, data, str(prepared / "tokenizer"))
     model = answer("model", flags.model, lambda word: model_of(word, tokenizer),
@@ -145,7 +149,7 @@ def _new_run(flags: argparse.Namespace) -> NewRun:
         tokens = fitting
     else:
         why = f"as chosen; {why}"
-    return NewRun(flags.run, data, flags.jsonl_key, tokenizer, model, cluster, row, seq_length, flags.steps, tokens,
+    return NewRun(flags.run, data, reading, tokenizer, model, cluster, row, seq_length, flags.steps, tokens,
                   why, split, defaults, save)
 
 

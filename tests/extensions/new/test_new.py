@@ -300,6 +300,19 @@ def test_prepare_trains_a_missing_tokenizer_once(texts: Path, empty_folder: Path
     assert last.splitlines()[-1] == "next: ds-pretrain new run.yaml --data out"
 
 
+def test_files_without_text_are_left_out_on_demand(texts: Path, empty_folder: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    """`new` comes before `prepare`: it passes the answer on."""
+    (empty_folder / "text").mkdir()
+    (empty_folder / "text/own.jsonl").write_bytes((texts / "own.jsonl").read_bytes())
+    (empty_folder / "text/a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    words = ["run.yaml", "--data", "text", "--model", "1M", "--gpu", "cpu", "--world_size", "1"]
+    assert rejection(main, words).endswith("this is a PNG image, which is not read. Leave it out. --on_error skip "
+                                           "leaves such files out.")
+    (command,) = (line for line in printed(capsys, *words, "--on_error", "skip") if line.startswith("next: "))
+    assert command.endswith(" --on_error skip")
+
+
 def test_the_next_command_without_a_list(texts: Path) -> None:
     assert next_command.after_prepare("data/corpus") == "ds-pretrain new run.yaml --data data/corpus"
     assert next_command.after_check(["--config", str(ROOT / "launch/quickstart.yaml"), "--seed", "1"], world_size=64,
