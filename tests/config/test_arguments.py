@@ -159,4 +159,5 @@ def test_a_wrong_mapping_of_overrides_is_rejected(tmp_path: Path, text: str) -> 
 def test_a_yaml_without_its_flag_names_the_flag() -> None:
     with pytest.raises(ConfigError) as error:
         parse_arguments(["run.yaml", "--seed", "1"])
-    assert str(error.value) == "command line: 'run.yaml' is not the value of any flag. Write --config run.yaml."
+    assert str(error.value) == "command line: 'run.yaml' is not the value of any flag. The settings of a run " \
+        "have a flag: --config run.yaml."

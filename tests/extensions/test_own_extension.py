@@ -116,12 +116,12 @@ def test_it_adds_a_subcommand_to_data(folder: Path) -> None:
 
 
 def test_one_extension_may_replace_a_subcommand_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "new", COMMANDS["new"])  # restored at the end
-    command = Command("run", "write settings, and more", "more", replaces=True)
-    add_commands(Extension("first", "", commands={"new": command}))
-    assert COMMANDS["new"] == command
-    with pytest.raises(ConfigError, match="extension second: there is a subcommand new already"):
-        add_commands(Extension("second", "", commands={"new": command}))
+    monkeypatch.setitem(COMMANDS, "export", COMMANDS["export"])  # restored at the end
+    command = Command("run", "export, and more", "more", replaces=True)
+    add_commands(Extension("first", "", commands={"export": command}))
+    assert COMMANDS["export"] == command
+    with pytest.raises(ConfigError, match="extension second: there is a subcommand export already"):
+        add_commands(Extension("second", "", commands={"export": command}))
 
 
 @pytest.mark.parametrize(("words", "line"), [

@@ -29,8 +29,9 @@ def check_has_states(folder: Path, manifest: "Manifest") -> None:
     row = OPTIMIZERS.get(manifest.layout.optimizer)
     is_own = ":" in manifest.layout.optimizer  # the user's class, which nothing imports here
     if is_own or (row is not None and (not row.elementwise or row.states_in_blocks)):
-        raise ConfigError(str(folder), problem=f"it was trained with {manifest.layout.optimizer}, and the universal "
-                          "format has only optimizer states with a number for each weight",
+        name = manifest.layout.optimizer if row is None else row.name
+        raise ConfigError(str(folder), problem=f"it was trained with {name}, and the universal format has only "
+                          "optimizer states with a number for each weight",
                           remedy="export the weights with --format transformers")
 
 
