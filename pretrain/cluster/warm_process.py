@@ -12,6 +12,7 @@ its parent, which is the warm process. Guarded by tests/cluster/test_warm_proces
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import pkgutil
@@ -105,7 +106,11 @@ def _run(command: list[str]) -> int:
     """Run `python [-u] COMMAND` in this process, and return its exit code."""
     is_unbuffered = command[0] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
     command = command[command[0] == "-u":]
-    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=is_unbuffered)  # type: ignore[union-attr]
+    if is_unbuffered:  # write_through alone would pass the text on to a buffer
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), sys.stdout.encoding, sys.stdout.errors,
+                                      write_through=True)
+    else:
+        sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     is_module, is_text = command[0] == "-m", command[0] == "-c"
     sys.argv = ["-c", *command[2:]] if is_text else command[is_module:]
     sys.path[0] = "" if is_text else os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
