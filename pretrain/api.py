@@ -37,7 +37,7 @@ from pretrain.distributed.world import world_from_environment
 from pretrain.errors import FINISHED, ConfigError, import_package
 from pretrain.memory.compare.compare import step_estimates
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
-from pretrain.memory.hardware import Cluster, cpu_cluster, make_cluster
+from pretrain.memory.hardware import Cluster, make_cluster, this_cpu_cluster
 from pretrain.train import run_to_exit_code
 
 if TYPE_CHECKING:
@@ -82,12 +82,7 @@ class RunPlan:
 
 def _cluster(plan: RunPlan, gpu: str | None) -> Cluster:
     cluster = make_cluster(gpu=gpu, world_size=plan.ranks, nodes=None, gpus_per_node=None)
-    device = plan.plan.device
-    if gpu is not None or device.kind != "cpu":
-        return cluster
-    threads = max(1, len(os.sched_getaffinity(0)) // plan.ranks)
-    return cpu_cluster(cluster, memory_bytes=device.memory_bytes or cluster.host_memory_bytes, threads=threads,
-                       label="this CPU")
+    return this_cpu_cluster(cluster) if gpu is None and plan.plan.device.kind == "cpu" else cluster
 
 
 def make_plan(config: str | os.PathLike[str] | None = None, *, ranks: int | None = None, **flags: Any) -> RunPlan:

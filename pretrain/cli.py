@@ -242,9 +242,9 @@ def note_old_name(name: str, where: str) -> None:
         say(f"{where}: note: {name} is called {current_name(name)} now")
 
 
-def next_line(command: str) -> list[str]:
+def next_line(command: str, word: str = "next") -> list[str]:
     """Return the line that names the next command, if there is one; none if a script runs them: DS_PRETRAIN_NEXT=0."""
-    return [] if not command or os.environ.get("DS_PRETRAIN_NEXT") == "0" else [one_line(f"next: {command}")]
+    return [] if not command or os.environ.get("DS_PRETRAIN_NEXT") == "0" else [one_line(f"{word}: {command}")]
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

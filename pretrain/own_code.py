@@ -39,6 +39,16 @@ def import_own_module(name: str, where: str) -> ModuleType:
             sys.path.append(folder)
 
 
+def is_own(value: Any) -> bool:
+    """Return whether a value is a name my_module:NAME of the user's code, which a record alone never imports."""
+    return isinstance(value, str) and ":" in value
+
+
+def own_loss(name: str | None) -> Callable[..., Any] | None:
+    """Return the function that --loss names; None: there is none. Raises ConfigError."""
+    return None if name is None else own_function(name, f"--loss {name}", "my_module:loss")
+
+
 def own_object(spec: str, where: str, example: str = "my_module:EXTENSION") -> Any:
     """Return the object that the user names as module:NAME. Raises ConfigError.
 

@@ -12,6 +12,7 @@ from pretrain.config.plan import RunLength
 from pretrain.config.schedule import KINDS, Schedule, check_own_schedule, import_schedule
 from pretrain.data.token_schedules import parse_token_count, parse_whole_number
 from pretrain.errors import ConfigError
+from pretrain.own_code import is_own
 
 DEFAULT_WSD_FRACTION = 0.2  # of the steps until --lr_decay_steps
 DEFAULT_MILESTONE_FACTOR = 0.1
@@ -29,7 +30,7 @@ def make_schedule(flags: RunArguments, *, peak: float, length: RunLength) -> Sch
         ConfigError: if the warm-up is longer than the run, if the decay ends before the warm-up does, if wsd's final
             decay does not fit between them, or if a milestone is not after the warm-up.
     """
-    if ":" in flags.lr_schedule:
+    if is_own(flags.lr_schedule):
         import_schedule(flags.lr_schedule)
     name, kind = flags.lr_schedule, KINDS[flags.lr_schedule]
     warmup_steps = _warmup_steps(flags, length)

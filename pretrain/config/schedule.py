@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.own_code import own_code_failed, own_function
+from pretrain.own_code import is_own, own_code_failed, own_function
 
 DECAY_SHAPES = ("linear", "sqrt", "1-sqrt", "cosine")  # of wsd
 LR_SCALINGS = ("linear", "sqrt")
@@ -151,7 +151,7 @@ def import_schedule(name: str) -> None:
 
 def check_own_schedule(schedule: Schedule, train_steps: int) -> None:
     """Raise ConfigError if a schedule of the user's code fails, or returns no rate. Of a long run, 1,000 steps."""
-    if ":" not in schedule.kind:
+    if not is_own(schedule.kind):
         return
     for step in {*range(0, train_steps, max(1, train_steps // 1000)), train_steps - 1}:
         if not (0 <= (rate := schedule(step)) < math.inf):  # False for NaN
@@ -170,8 +170,8 @@ def schedule_from_json(values: Mapping[str, Any]) -> Schedule:
     Raises ConfigError for unknown fields, which a newer version may have written.
     """
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(Schedule)})
-    if isinstance(kind := values.get("kind"), str) and ":" in kind:
-        KINDS.setdefault(kind, Kind(_not_imported))
+    if is_own(kind := values.get("kind")):
+        KINDS.setdefault(str(kind), Kind(_not_imported))
     if unknown or values.get("kind") not in tuple(KINDS):  # the value may be of any type
         found = f"the field {unknown[0]}" if unknown else f"kind {values.get('kind')}"
         raise ConfigError("learning-rate schedule", found=found, expected="a schedule that this version supports",

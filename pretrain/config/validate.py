@@ -23,7 +23,7 @@ from pretrain.distributed.device import Device
 from pretrain.distributed.requirements import check_requirements, untested_version
 from pretrain.errors import ConfigError
 from pretrain.model.own_models import import_own_model
-from pretrain.own_code import own_function
+from pretrain.own_code import own_loss
 
 
 def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None,
@@ -86,7 +86,7 @@ def _check_own_loss(args: RunArguments) -> None:
     """Raise ConfigError for a --loss that cannot be imported, and for terms that it would not have."""
     if args.loss is None:
         return
-    own_function(args.loss, f"--loss {args.loss}", "my_module:loss")
+    own_loss(args.loss)
     for name in ("label_smoothing", "z_loss"):
         if getattr(args, name):
             raise ConfigError(f"--{name}", problem="it is a term of the cross-entropy, which --loss replaces",

@@ -59,7 +59,7 @@ from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks, gather_complete_blocks
 from pretrain.model.operators import choose_operators
 from pretrain.model.parameters import check_dtype
-from pretrain.own_code import own_function
+from pretrain.own_code import own_loss
 
 
 @contextlib.contextmanager
@@ -80,8 +80,7 @@ def emulate_fp16() -> None:
 def _build_module(plan: Plan, groups: ParallelGroups, mpu: Mpu | None) -> torch.nn.Module:
     plain_operators, recompute = plan.args.plain_operators, plan.layout.recomputation
     terms = LossTerms(label_smoothing=plan.args.label_smoothing, z_loss=plan.args.z_loss,
-                      own=None if plan.args.loss is None else
-                      own_function(plan.args.loss, f"--loss {plan.args.loss}", "my_module:loss"))
+                      own=own_loss(plan.args.loss))
     if plan.layout.uses_pipeline_module:
         return as_pipeline(plan.model, num_stages=plan.layout.pipeline_stages, seq_length=plan.args.seq_length,
                            partition_method=plan.layout.partition_method, layer_times=plan.layout.layer_times,

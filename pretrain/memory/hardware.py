@@ -4,9 +4,10 @@ The numbers come from data sheets of GPUs and of common servers. The two efficie
 Flags override some of them. Rates are bytes per second in one direction.
 """
 
+import os
 from dataclasses import dataclass, replace
 
-from pretrain.distributed.device import nvidia_smi, peak_tflops
+from pretrain.distributed.device import cpu_device, cpu_name, nvidia_smi, peak_tflops
 from pretrain.errors import ConfigError, counted
 from pretrain.memory.footprint import DEFAULT_MARGIN, GB, GIB
 
@@ -202,6 +203,12 @@ def _nodes_and_gpus(world_size: int | None, nodes: int | None, gpus_per_node: in
                                   f"{counted(gpus_per_node, 'GPU')}",
                           remedy=f"give --world_size {nodes * gpus_per_node}, or other --nodes and --gpus_per_node")
     return nodes, gpus_per_node
+
+
+def this_cpu_cluster(cluster: Cluster) -> Cluster:
+    """Return the cluster with this machine's CPU in each node, whose cores the ranks of a node share."""
+    threads = max(1.0, len(os.sched_getaffinity(0)) / cluster.gpus_per_node)
+    return cpu_cluster(cluster, memory_bytes=cpu_device().memory_bytes, threads=threads, label=cpu_name())
 
 
 def cpu_cluster(cluster: Cluster, *, memory_bytes: int, threads: float, label: str) -> Cluster:

@@ -1,4 +1,4 @@
-"""What a user should know about a run before its start: its predicted memory, warnings and notes."""
+"""Remarks about a run before its start: its predicted memory, warnings and notes."""
 
 from collections.abc import Sequence
 

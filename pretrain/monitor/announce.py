@@ -193,8 +193,8 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
             for line in next_line(command.format(run=shlex.quote(plan.args.save))):
                 screen.line(line)
         for command in commands_for_the_model(plan):
-            for line in next_line(command):
-                screen.line(line.replace("next:", "also:", 1))
+            for line in next_line(command, "also"):
+                screen.line(line)
     elif not is_saved:
         screen.line(f"ended by {stopped_by} after step {step}")
     elif is_done:

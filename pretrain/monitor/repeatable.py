@@ -14,6 +14,7 @@ from pretrain.active_extensions import extensions
 from pretrain.cli import path_text
 from pretrain.config.flags.arguments import DEFAULTS, FLAGS
 from pretrain.errors import ConfigError, printable
+from pretrain.own_code import is_own
 
 _REPEATED_FLAGS = """
     init_from train_data valid_data test_data blend_schedule split sample_order packing dataset_args first_sample
@@ -131,11 +132,6 @@ def left_out_blocks(record: dict[str, Any]) -> list[str]:
     config = record["given_deepspeed_config"]
     return [str(name) for name, value in config.items()
             if name not in REPEATED_BLOCKS or _is_own_block(name, value)]
-
-
-def is_own(value: Any) -> bool:
-    """Return whether a value is a name my_module:NAME of the user's code, which a record alone never imports."""
-    return isinstance(value, str) and ":" in value
 
 
 def _is_own_block(name: str, value: Any) -> bool:

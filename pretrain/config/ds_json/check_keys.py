@@ -21,6 +21,7 @@ from pretrain.config.other_programs import MATTERS, NO_EFFECT, degree_for, hint_
 from pretrain.distributed.requirements import INSTALL, deepspeed_version, is_at_least
 from pretrain.errors import ConfigError, closest
 from pretrain.model.families.family import listing
+from pretrain.own_code import is_own
 
 IgnoredKey = tuple[str, str]  # a dotted key, and why it has no effect
 
@@ -353,7 +354,7 @@ def _optimizer_tree(file: DsFile) -> Tree:
         raise ConfigError(file.where("optimizer.type"), found="nothing",
                           expected='"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}',
                           remedy=f"the known types are {', '.join(KNOWN_NAMES)}")
-    if ":" in kind and file.imports_code:
+    if is_own(kind) and file.imports_code:
         return import_optimizer(kind, f"{file.where('optimizer.type')}: {kind}").params
     tree = optimizer_params(kind)
     if tree is None:

@@ -12,6 +12,7 @@ from typing import Any
 from pretrain.cli import LARGEST_INT
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.errors import ConfigError, shorten
+from pretrain.own_code import is_own
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class Flag:
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError for a number out of range, and for a word that is not one of the choices."""
         where = f"--{name}"
-        is_code = self.takes_code and isinstance(value, str) and ":" in value
-        if self.choices and value is not None and value not in self.choices and not is_code:
+        if self.choices and value is not None and value not in self.choices and not (self.takes_code and is_own(value)):
             raise ConfigError(where, found=value, expected=", ".join(self.choices), word=value, known=self.choices)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return

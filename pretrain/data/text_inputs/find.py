@@ -37,7 +37,6 @@ from pretrain.data.text_inputs.other_files import (
     files_by_kind,
     is_web_page,
     other_files_error,
-    page_error,
 )
 from pretrain.data.text_inputs.parquet import check_parquet
 from pretrain.data.text_inputs.stored_file import StoredFile, is_remote, local_path, stored_file, stored_files
@@ -349,5 +348,6 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
         raise ConfigError(name, problem="the server sends a web page (HTML)", remedy="give the URL of the file itself; "
                           "or, if the page is the text, give --format text")
     if is_web_page(content) and (says_jsonl(name) or name.lower().endswith(".parquet")):
-        raise page_error(name)
+        raise ConfigError(name, problem="this is a web page (HTML), although the file's name says otherwise: perhaps "
+                          "the error page of a server", remedy="download the file again")
     return detect_kind(content, name, is_complete=is_complete)

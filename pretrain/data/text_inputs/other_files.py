@@ -40,9 +40,9 @@ _OF_ZIP = {  # bytes in the first file of a zip archive -> (what, remedy)
 
 
 class OtherFileError(ConfigError):
-    """A file is of a known kind that is not read; `what` names the kind."""
+    """A file `name` is of a known kind that is not read; `what` names the kind."""
 
-    what = ""
+    name = what = ""
 
 
 def check_readable(head: bytes, name: str) -> None:
@@ -56,19 +56,13 @@ def check_readable(head: bytes, name: str) -> None:
     if what:
         article = "an" if what.startswith(_WITH_AN) else "a"
         error = OtherFileError(name, problem=f"this is {article} {what}, which is not read", remedy=remedy)
-        error.what = what
+        error.name, error.what = name, what
         raise error
 
 
 def is_web_page(head: bytes) -> bool:
     """Return whether a file begins as an HTML page."""
     return head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
-
-
-def page_error(name: str) -> ConfigError:
-    """Return the error for a page (HTML) under the name of JSON lines or Parquet."""
-    return ConfigError(name, problem="this is a web page (HTML), although the file's name says otherwise: perhaps the "
-                                     "error page of a server", remedy="download the file again")
 
 
 def other_files_error(errors: Sequence[OtherFileError], can_skip: bool) -> ConfigError:
@@ -84,7 +78,7 @@ def files_by_kind(errors: Sequence[OtherFileError]) -> str:
     """List kinds of files, with examples: "2 PNG images (a.png, b.png), 1 EPUB book (c.epub)"."""
     names: dict[str, list[str]] = {}
     for error in errors:
-        names.setdefault(error.what, []).append(str(error).split(": this is ")[0])
+        names.setdefault(error.what, []).append(error.name)
     return printable(", ".join(
         f"{counted(len(found), what)} ({shorten(', '.join(found[:3]), 200)}{', ...' * (len(found) > 3)})"
         for what, found in names.items()))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Order:
-    """What both orders share."""
+    """The methods that both orders have."""
 
     name: ClassVar[str]
 

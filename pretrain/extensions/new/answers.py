@@ -17,10 +17,10 @@ from pretrain.data.text_inputs.formats import STDIN
 from pretrain.data.token_files.indexed_dataset import open_checked
 from pretrain.data.token_schedules import parse_token_count
 from pretrain.data.tokenizers.tokenizer import BYTES, load_tokenizer
-from pretrain.distributed.device import cpu_device, cpu_name, nvidia_smi
+from pretrain.distributed.device import nvidia_smi
 from pretrain.errors import ConfigError, shorten
 from pretrain.extensions.new.sizes import LLAMA, llama_shape, vocabulary_for
-from pretrain.memory.hardware import Cluster, cpu_cluster, find_gpu, gpu_by_label, make_cluster
+from pretrain.memory.hardware import Cluster, find_gpu, gpu_by_label, make_cluster, this_cpu_cluster
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.description import ModelConfig
 from pretrain.remote import without_credentials
@@ -198,10 +198,7 @@ def machines_of(flags: argparse.Namespace) -> Cluster:
                                          str(number) if kind == own else "1" if kind == CPU else None)
         counts["nodes"] = answer("nodes", None, whole_number(1, 10**5), "nodes", "1")
     cluster = make_cluster(gpu=None if kind == CPU else kind, **counts)
-    if kind != CPU:
-        return cluster
-    threads = len(os.sched_getaffinity(0)) / cluster.gpus_per_node
-    return cpu_cluster(cluster, memory_bytes=cpu_device().memory_bytes, threads=max(1.0, threads), label=cpu_name())
+    return this_cpu_cluster(cluster) if kind == CPU else cluster
 
 
 def _gpus_here() -> tuple[str | None, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.cli import Parser, path_text, say
 from pretrain.errors import CRASHED, INTERRUPTED, ConfigError
-from pretrain.extensions.sweep.study import STORAGE, Sweep, check_sweep, open_study
+from pretrain.extensions.sweep.study import STORAGE, Sweep, check_sweep, name_of, newest_trials, open_study
 from pretrain.extensions.sweep.sweep_file import Dimension, SweepFile, read_sweep
 
 _EDGE = 0.05  # fraction of a range that counts as its edge
@@ -52,10 +52,10 @@ def main() -> int:
 
 def results(sweep: SweepFile, study: Any) -> dict[str, Any]:
     """Return the runs, the best first, as JSON values."""
-    runs = [{"run": str(sweep.folder / trial.user_attrs.get("folder", "")), "state": trial.state.name.lower(),
+    runs = [{"run": str(sweep.folder / name_of(trial)), "state": trial.state.name.lower(),
              "loss": trial.value if trial.state.name == "COMPLETE" else None, "evaluations": len(
                  trial.intermediate_values), "flags": dict(trial.params)}
-            for trial in study.trials if not trial.user_attrs.get("again")]
+            for trial in newest_trials(study)]
     runs.sort(key=lambda run: (math.inf if run["loss"] is None else run["loss"], run["run"]))
     best = runs[0] if runs and runs[0]["loss"] is not None else None
     return {"metric": sweep.metric, "best": best, "edges": edges(sweep.space, best["flags"]) if best else [],

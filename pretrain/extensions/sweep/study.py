@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +15,7 @@ from pretrain.cli import say
 from pretrain.distributed.process import PROGRAM
 from pretrain.errors import FINISHED, REJECTED, ConfigError, file_errors, import_package
 from pretrain.extensions.sweep.sweep_file import Dimension, SweepFile
-from pretrain.monitor.read_run_folder import is_number, newest_path, read_metrics
+from pretrain.monitor.read_run_folder import Tail, is_number, newest_path
 
 STORAGE = "study.log"  # in the folder: Optuna's journal
 _POLL_S = 0.5
@@ -33,12 +33,22 @@ def open_study(sweep: SweepFile) -> Any:
         sweep.folder.mkdir(parents=True, exist_ok=True)
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(sweep.folder / STORAGE)))
     done = sum(study.n_trials for study in optuna.get_all_study_summaries(storage))
-    # another start goes on with other random numbers, and not with those that it has used already
+    # another start continues with other random numbers than it has used already
     sampler = optuna.samplers.RandomSampler(seed=sweep.seed + done) if sweep.sampler == "random" else \
         optuna.samplers.TPESampler(seed=sweep.seed + done, n_startup_trials=max(3, sweep.runs // 4))
     pruner = optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=1) if sweep.prune else \
         optuna.pruners.NopPruner()
     return optuna.create_study(study_name="sweep", storage=storage, sampler=sampler, pruner=pruner, load_if_exists=True)
+
+
+def name_of(trial: Any) -> str:
+    """Return the name of a trial's run folder."""
+    return trial.user_attrs.get(_FOLDER) or f"run_{trial.number:03}"
+
+
+def newest_trials(study: Any) -> list[Any]:
+    """Return the last trial of each run folder: an interrupted run is continued as another trial."""
+    return list({name_of(trial): trial for trial in study.trials}.values())
 
 
 def suggested(trial: Any, space: tuple[Dimension, ...]) -> dict[str, Any]:
@@ -64,19 +74,23 @@ class _Running:
     slot: int
     process: "subprocess.Popen[bytes]"
     log: IO[bytes]
+    metrics: Tail
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # rows so far
     reported: int = 0  # evaluations that the pruner has seen
     is_pruned: bool = False
 
-
-def losses_of(run: Path, metric: str) -> list[float]:
-    """Return the losses of the evaluations of a run so far."""
-    rows = [row for row in read_metrics(run) if row.get("split") == metric and is_number(row.get("eval_loss"))]
-    return [float(row["eval_loss"]) for row in newest_path(rows)]
+    def losses(self, metric: str) -> list[float]:
+        """Read the new rows, and return the losses of the evaluations of this dataset so far."""
+        if self.metrics.was_replaced():
+            self.metrics, self.evaluations = Tail(self.metrics.path), []
+        self.evaluations += [row for row in self.metrics.rows() if row.get("split") == metric
+                             and is_number(row.get("step")) and is_number(row.get("eval_loss"))]
+        return [float(row["eval_loss"]) for row in newest_path(self.evaluations)]
 
 
 @dataclass
 class Sweep:
-    """Starts runs until the study has the number that the file asks for. An interrupted sweep goes on where it was."""
+    """Starts runs until the study has the number that the file asks for; an interrupted sweep is continued."""
 
     file: SweepFile
     study: Any
@@ -103,21 +117,20 @@ class Sweep:
             raise
 
     def _is_missing(self, running: list[_Running]) -> bool:
-        ended = sum(trial.state.is_finished() and not trial.user_attrs.get("again") for trial in self.study.trials)
+        ended = sum(trial.state.is_finished() for trial in newest_trials(self.study))
         return ended + len(running) < self.file.runs
 
     def _take_back_unfinished(self) -> None:
         """Let runs that an earlier start has begun be trained on, in their folders."""
         for trial in self.study.trials:
             if trial.state.name == "RUNNING":
-                self.study.enqueue_trial(trial.params, user_attrs={_FOLDER: trial.user_attrs.get(_FOLDER, "")})
-                self.study._storage.set_trial_user_attr(trial._trial_id, "again", True)
+                self.study.enqueue_trial(trial.params, user_attrs={_FOLDER: name_of(trial)})
                 self.study.tell(trial.number, state=_state("FAIL"))
 
     def _start(self, slot: int) -> _Running:
         trial = self.study.ask()
         flags = suggested(trial, self.file.space)
-        name = trial.user_attrs.get(_FOLDER) or f"run_{trial.number:03}"
+        name = name_of(trial)
         trial.set_user_attr(_FOLDER, name)
         run = self.file.folder / name
         environ = {**os.environ, "DS_PRETRAIN_NEXT": "0"}
@@ -128,12 +141,12 @@ class Sweep:
         process = subprocess.Popen([sys.executable, PROGRAM, f"--num_accelerators={self.file.ranks}", *words],
                                    env=environ, stdout=log, stderr=log, start_new_session=True)
         say(f"{name}: " + ", ".join(f"{key} {_shown(value)}" for key, value in flags.items()))
-        return _Running(trial, run, slot, process, log)
+        return _Running(trial, run, slot, process, log, Tail(run / "metrics.jsonl"))
 
     def _poll(self, each: _Running) -> bool:
         """Report new evaluations of a run, and end it if others were better. Returns whether it has ended."""
         code = each.process.poll()
-        losses = losses_of(each.run, self.file.metric)
+        losses = each.losses(self.file.metric)
         for number, loss in enumerate(losses[each.reported:], start=each.reported + 1):
             each.trial.report(loss, number)
         each.reported = max(each.reported, len(losses))

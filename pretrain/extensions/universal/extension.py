@@ -18,6 +18,7 @@ def check_has_states(folder: Path, manifest: "Manifest") -> None:
     """Raise ConfigError unless the universal format can hold the optimizer states of a checkpoint."""
     from pretrain.config.ds_json.optimizers import OPTIMIZERS
     from pretrain.errors import ConfigError
+    from pretrain.own_code import is_own
 
     if manifest.weights_only:
         raise ConfigError(str(folder), problem="this checkpoint has only weights, and the universal format needs the "
@@ -27,8 +28,7 @@ def check_has_states(folder: Path, manifest: "Manifest") -> None:
                           "has one learning rate for all parameters",
                           remedy="resume with ds-pretrain, which loads checkpoints of any layout")
     row = OPTIMIZERS.get(manifest.layout.optimizer)
-    is_own = ":" in manifest.layout.optimizer  # the user's class, which nothing imports here
-    if is_own or (row is not None and (not row.elementwise or row.states_in_blocks)):
+    if is_own(manifest.layout.optimizer) or (row is not None and (not row.elementwise or row.states_in_blocks)):
         name = manifest.layout.optimizer if row is None else row.name
         raise ConfigError(str(folder), problem=f"it was trained with {name}, and the universal format has only "
                           "optimizer states with a number for each weight",

@@ -9,7 +9,7 @@ of exponentials, and the logit of the label (Shoeybi et al., arXiv 1909.08053, s
 Shapes: B batch, T positions, C tokens of a chunk, D hidden size, V words of this rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,9 @@ class VocabularyShard:
         """Return the logits of all ranks' words side by side; collective, without a gradient."""
         widest = -(-self.vocab_size // self.group.size)
         padded = F.pad(logits_CV, (0, widest - logits_CV.shape[1]))
-        parts = [torch.empty_like(padded) for _ in range(self.group.size)]
-        dist.all_gather(parts, padded, group=self.group.handle)
-        ends = [self.vocab_size * rank // self.group.size for rank in range(self.group.size + 1)]
-        return torch.cat([part[:, :stop - start] for part, start, stop in zip(parts, ends, ends[1:], strict=False)], 1)
+        parts = gather(padded, self.group, dim=0).split(len(padded))
+        ranges = [split_range(self.vocab_size, replace(self.group, rank=rank)) for rank in range(self.group.size)]
+        return torch.cat([part[:, :stop - start] for part, (start, stop) in zip(parts, ranges, strict=True)], 1)
 
     def embed(self, tokens_BT: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """Return [B, T, D] with the embeddings of this rank's words, and 0 for other words."""
